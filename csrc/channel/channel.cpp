@@ -1,0 +1,150 @@
+#include "channel/channel.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "base/error.hpp"
+
+namespace pypipe {
+namespace {
+
+struct LayoutHeader {
+  std::uint64_t bytes;
+  std::uint32_t forgotten;
+  std::uint32_t reserved;
+};
+
+// Slots grow in steps of an eighth of their power of two: at most 12.5 % is unused, and sizes that creep upwards
+// cost a logarithmic number of allocations.
+std::size_t grown(std::size_t bytes) {
+  if (bytes <= 4096) return 4096;
+  const std::size_t step = std::bit_floor(bytes) / 8;
+  return (bytes + step - 1) / step * step;
+}
+
+// In the notation of programs: 2SEND_F0.
+std::string action(std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch) {
+  return std::to_string(stage) + "SEND_" + static_cast<char>(kind) + std::to_string(microbatch);
+}
+
+}  // namespace
+
+std::vector<std::size_t> pack(std::span<const std::size_t> sizes) {
+  std::vector<std::size_t> offsets;
+  offsets.reserve(sizes.size() + 1);
+  std::size_t at = 0;
+  std::size_t end = 0;
+  for (const std::size_t size : sizes) {
+    offsets.push_back(at);
+    end = at + size;
+    at = (end + part_alignment - 1) / part_alignment * part_alignment;
+  }
+  offsets.push_back(end);
+  return offsets;
+}
+
+std::uint32_t LayoutAnnouncer::announce(std::string_view description, std::size_t bytes, std::uint32_t forgotten,
+                                        const Patience& patience) {
+  const LayoutHeader header{bytes, forgotten, 0};
+  std::string payload(reinterpret_cast<const char*>(&header), sizeof(header));
+  payload += description;
+  if (payload.size() > *limit(FrameType::layout)) {
+    throw Error(Fault::usage, "the layout of this stage's output takes " + std::to_string(payload.size()) +
+                                  " bytes to describe; at most " + std::to_string(*limit(FrameType::layout)) +
+                                  " are allowed: send long lists of numbers and long strings as tensors");
+  }
+  hub_.send(peer_, FrameType::layout, channel_, ++last_, payload, patience);
+  return last_;
+}
+
+const LayoutBook::Layout& LayoutBook::find(std::uint32_t id, const Patience& patience) {
+  for (;;) {
+    const auto found = layouts_.find(id);
+    if (found != layouts_.end()) return found->second;
+    const Frame frame = hub_.take(peer_, FrameType::layout, channel_, patience);
+    LayoutHeader header{};
+    if (frame.payload.size() < sizeof(header)) throw Error(Fault::protocol, "a layout frame that is too short");
+    std::memcpy(&header, frame.payload.data(), sizeof(header));
+    if (frame.value == 0 || frame.value > id) {
+      throw Error(Fault::protocol, "rank " + std::to_string(peer_) + " sent a message of layout " +
+                                       std::to_string(id) + ", which it never announced");
+    }
+    if (header.forgotten != 0) layouts_.erase(header.forgotten);
+    layouts_[static_cast<std::uint32_t>(frame.value)] = {header.bytes, frame.payload.substr(sizeof(header))};
+    received_ += 1;
+  }
+}
+
+SendChannel::SendChannel(Hub& hub, SendLink& link, int peer, std::uint32_t channel, std::uint32_t slots)
+    : link_(link), channel_(channel), announcer_(hub, peer, channel) {
+  counters_.slots = slots;
+}
+
+std::uint32_t SendChannel::announce(std::string_view description, std::size_t bytes, std::uint32_t forgotten,
+                                    const Patience& patience) {
+  if (counters_.allocations == 0 || bytes > counters_.slot_bytes) {
+    const std::size_t size = grown(bytes);
+    link_.reserve(channel_, static_cast<std::uint32_t>(counters_.slots), size, patience);
+    counters_.slot_bytes = size;
+    counters_.allocations += 1;
+  }
+  const std::uint32_t id = announcer_.announce(description, bytes, forgotten, patience);
+  counters_.layouts += 1;
+  return id;
+}
+
+void SendChannel::send(Envelope envelope, std::span<const Part> parts, Stream stream, const Patience& patience) {
+  envelope.channel = channel_;
+  envelope.bytes = 0;
+  for (const Part& part : parts) {
+    envelope.bytes = std::max<std::uint64_t>(envelope.bytes, part.offset + part.bytes);
+  }
+  link_.send(envelope, parts, stream, patience);
+  counters_.messages += 1;
+  counters_.bytes += envelope.bytes;
+}
+
+void check_tag(const Envelope& got, std::uint32_t channel, std::uint32_t stage, std::uint32_t kind,
+               std::uint32_t microbatch, int peer) {
+  if (got.channel == channel && got.stage == stage && got.kind == kind && got.microbatch == microbatch) return;
+  throw Error(Fault::mismatch, "rank " + std::to_string(peer) + " sent " +
+                                   action(got.stage, got.kind, got.microbatch) + " where " +
+                                   action(stage, kind, microbatch) +
+                                   " was expected: the two ranks run different programs");
+}
+
+ReceiveChannel::ReceiveChannel(Hub& hub, ReceiveLink& link, int peer, std::uint32_t channel, std::uint32_t slots)
+    : link_(link), peer_(peer), channel_(channel), layouts_(hub, peer, channel) {
+  counters_.slots = slots;
+}
+
+Arrival ReceiveChannel::receive(std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch, Stream stream,
+                                const Patience& patience) {
+  Arrival arrival = link_.receive(stream, patience);
+  check_tag(arrival.envelope, channel_, stage, kind, microbatch, peer_);
+  const LayoutBook::Layout& layout = layouts_.find(arrival.envelope.layout, patience);
+  if (layout.bytes != arrival.envelope.bytes) {
+    throw Error(Fault::mismatch, action(stage, kind, microbatch) + " of rank " + std::to_string(peer_) + " has " +
+                                     std::to_string(arrival.envelope.bytes) + " bytes, its layout " +
+                                     std::to_string(layout.bytes));
+  }
+  if (arrival.slot.generation != generation_) {
+    generation_ = arrival.slot.generation;
+    counters_.allocations += 1;
+  }
+  counters_.slot_bytes = arrival.slot.bytes;
+  counters_.layouts = layouts_.received();
+  counters_.messages += 1;
+  counters_.bytes += arrival.envelope.bytes;
+  counters_.alive += 1;
+  counters_.most_alive = std::max(counters_.most_alive, counters_.alive);
+  return arrival;
+}
+
+void ReceiveChannel::release(const Slot& slot, Stream stream) {
+  counters_.alive -= 1;
+  link_.release(slot, stream);
+}
+
+}  // namespace pypipe

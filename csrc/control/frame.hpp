@@ -1,0 +1,59 @@
+// Frames of the control sockets: a fixed header, then at most `limit(type)` bytes. Nothing in them is executed.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "base/fd.hpp"
+
+namespace pypipe {
+
+enum class FrameType : std::uint16_t {
+  layout = 1,    // channel, value = layout id; payload: see channel/channel.hpp
+  memory = 2,    // channel, value = generation; carries a descriptor; payload: see link/shm_link.cpp
+  envelope = 3,  // channel; payload: an Envelope, for links that do not carry it themselves
+  abort = 4,     // payload: the first cause, as JSON
+  leave = 5,     // the peer closes its end in good order
+};
+
+struct Frame {
+  FrameType type{};
+  std::uint32_t channel = 0;
+  std::uint64_t value = 0;
+  std::string payload;
+  Fd descriptor;
+};
+
+inline constexpr std::size_t frame_header_bytes = 24;
+
+// The largest payload of a frame of this type in bytes; nothing for a type that does not exist.
+[[nodiscard]] std::optional<std::size_t> limit(FrameType type) noexcept;
+
+// The header of a frame. Throws Error{usage} when the payload is larger than the type allows.
+[[nodiscard]] std::array<std::byte, frame_header_bytes> encode_header(FrameType type, std::uint32_t channel,
+                                                                      std::uint64_t value,
+                                                                      std::size_t payload_bytes);
+
+// Cuts a byte stream into frames. Every length is checked before anything is allocated for it.
+class FrameReader {
+ public:
+  // Takes what a read returned. Descriptors arrive beside the stream, in the order of their frames.
+  void feed(std::span<const std::byte> bytes);
+  void feed(Fd descriptor);
+
+  // The next whole frame, if there is one. Throws Error{protocol} on bytes that are no frame.
+  [[nodiscard]] std::optional<Frame> next();
+
+ private:
+  std::string buffer_;
+  std::size_t start_ = 0;
+  std::deque<Fd> descriptors_;
+};
+
+}  // namespace pypipe

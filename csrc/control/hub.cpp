@@ -1,0 +1,338 @@
+#include "control/hub.hpp"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <pthread.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <csignal>
+#include <cstring>
+#include <utility>
+
+#include "base/error.hpp"
+
+namespace pypipe {
+namespace {
+
+// A peer that fills an inbox beyond this is broken: the sender of a channel waits for credits long before.
+constexpr std::size_t most_frames = 1 << 16;
+constexpr std::size_t most_inbox_bytes = std::size_t{64} << 20;
+constexpr std::chrono::milliseconds farewell{500};  // patience for abort and leave frames
+
+// Writes everything, waiting for room with poll(). Returns false when `deadline` passes or `give_up` says so.
+template <class GiveUp>
+bool write_all(int fd, std::span<const iovec> parts, int descriptor, std::chrono::steady_clock::time_point deadline,
+               GiveUp give_up) {
+  std::vector<iovec> left(parts.begin(), parts.end());
+  bool pass_descriptor = descriptor >= 0;
+  while (!left.empty()) {
+    msghdr message{};
+    message.msg_iov = left.data();
+    message.msg_iovlen = left.size();
+    alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
+    if (pass_descriptor) {
+      message.msg_control = control.data();
+      message.msg_controllen = control.size();
+      cmsghdr* header = CMSG_FIRSTHDR(&message);
+      header->cmsg_level = SOL_SOCKET;
+      header->cmsg_type = SCM_RIGHTS;
+      header->cmsg_len = CMSG_LEN(sizeof(int));
+      std::memcpy(CMSG_DATA(header), &descriptor, sizeof(int));
+    }
+    const ssize_t sent = ::sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (sent < 0) {
+      if (errno == EINTR) continue;
+      if (errno != EAGAIN) throw_errno("writing to a control socket");
+      if (give_up() || std::chrono::steady_clock::now() >= deadline) return false;
+      pollfd wait{fd, POLLOUT, 0};
+      ::poll(&wait, 1, 50);
+      continue;
+    }
+    pass_descriptor = false;
+    auto done = static_cast<std::size_t>(sent);
+    while (!left.empty() && done >= left.front().iov_len) {
+      done -= left.front().iov_len;
+      left.erase(left.begin());
+    }
+    if (!left.empty()) {
+      left.front().iov_base = static_cast<char*>(left.front().iov_base) + done;
+      left.front().iov_len -= done;
+    }
+  }
+  return true;
+}
+
+iovec part(const void* data, std::size_t bytes) {
+  return {const_cast<void*>(data), bytes};  // sendmsg only reads
+}
+
+std::string lost_cause(int lost, int seen_by, std::string_view how) {
+  std::string text = R"({"kind":"lost","rank":)" + std::to_string(lost);
+  text += R"(,"seen_by":)" + std::to_string(seen_by) + R"(,"how":")";
+  text += how;
+  return text + "\"}";
+}
+
+}  // namespace
+
+Hub::Hub(int rank) : rank_(rank), wake_(check_errno(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd")) {}
+
+Hub::~Hub() {
+  close();
+}
+
+void Hub::add_peer(int rank, Fd socket) {
+  if (thread_.joinable() || closing_) throw Error(Fault::usage, "add_peer() after start()");
+  if (!socket || rank == rank_ || peers_.contains(rank)) {
+    throw Error(Fault::usage, "add_peer() wants one connected socket per other rank; rank " + std::to_string(rank));
+  }
+  check_errno(::fcntl(socket.get(), F_SETFD, FD_CLOEXEC), "fcntl");
+  auto peer = std::make_unique<Peer>();
+  peer->socket = std::move(socket);
+  peers_.emplace(rank, std::move(peer));
+}
+
+void Hub::start() {
+  if (thread_.joinable() || closing_) throw Error(Fault::usage, "start() twice");
+  // Signals belong to the threads of the host program.
+  sigset_t all;
+  sigset_t before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  try {
+    thread_ = std::thread([this] { run(); });
+  } catch (...) {
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    throw;
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+Hub::Peer& Hub::find(int peer) const {
+  const auto found = peers_.find(peer);
+  if (found == peers_.end()) {
+    throw Error(Fault::usage, "rank " + std::to_string(peer) + " is no neighbour of rank " + std::to_string(rank_));
+  }
+  return *found->second;
+}
+
+void Hub::send(int peer, FrameType type, std::uint32_t channel, std::uint64_t value, std::string_view payload,
+               const Patience& patience, int descriptor) {
+  check(peer);
+  Peer& to = find(peer);
+  const auto header = encode_header(type, channel, value, payload.size());
+  const std::array parts{part(header.data(), header.size()), part(payload.data(), payload.size())};
+  const auto deadline = std::chrono::steady_clock::now() + patience.timeout;
+  bool written = false;
+  try {
+    const std::scoped_lock lock(to.writing);
+    if (closing_) throw Error(Fault::usage, "the control connection of this rank is closed");
+    written = write_all(to.socket.get(), std::span(parts).first(payload.empty() ? 1 : 2), descriptor, deadline,
+                        [&] { return failed_.load(std::memory_order_acquire) || to.state != State::present; });
+  } catch (const Error& error) {
+    if (error.fault() != Fault::system) throw;
+    // The hub thread sees the same broken socket and says why; without it, this is all there is to say.
+    check(peer);
+    throw Error(Fault::peer_gone, "rank " + std::to_string(peer) + " is gone: " + error.what());
+  }
+  if (written) return;
+  check(peer);
+  throw Error(Fault::timeout, "rank " + std::to_string(peer) + " does not read its control socket");
+}
+
+Frame Hub::take(int peer, FrameType type, std::uint32_t channel, const Patience& patience) {
+  (void)find(peer);
+  const InboxKey key{peer, type, channel};
+  std::optional<Frame> frame;
+  const auto ready = [&] {
+    const std::scoped_lock lock(mutex_);
+    const auto inbox = inboxes_.find(key);
+    if (inbox == inboxes_.end() || inbox->second.frames.empty()) return false;
+    frame = std::move(inbox->second.frames.front());
+    inbox->second.frames.pop_front();
+    inbox->second.bytes -= frame->payload.size();
+    return true;
+  };
+  if (!await(arrivals_, patience, ready, [&] { check(peer); })) {
+    throw Error(Fault::timeout, "nothing came from rank " + std::to_string(peer));
+  }
+  return std::move(*frame);
+}
+
+std::optional<std::string> Hub::cause() const {
+  if (!failed_.load(std::memory_order_acquire)) return std::nullopt;
+  const std::scoped_lock lock(mutex_);
+  return cause_;
+}
+
+void Hub::check(int peer) const {
+  if (failed_.load(std::memory_order_acquire)) throw Error(Fault::aborted, "the pipeline has failed");
+  if (find(peer).state.load(std::memory_order_acquire) != State::present) {
+    throw Error(Fault::peer_gone, "rank " + std::to_string(peer) + " has left the pipeline");
+  }
+}
+
+void Hub::watch(Doorbell& bell) {
+  const std::scoped_lock lock(mutex_);
+  bells_.push_back(&bell);
+}
+
+void Hub::unwatch(Doorbell& bell) noexcept {
+  const std::scoped_lock lock(mutex_);
+  std::erase(bells_, &bell);
+}
+
+void Hub::ring_all() noexcept {
+  ring(arrivals_);
+  const std::scoped_lock lock(mutex_);
+  for (Doorbell* bell : bells_) ring(*bell);
+}
+
+void Hub::abort(std::string_view cause) noexcept {
+  fail(cause.substr(0, *limit(FrameType::abort)), rank_);
+}
+
+void Hub::fail(std::string_view cause, int except) noexcept {
+  {
+    const std::scoped_lock lock(mutex_);
+    if (failed_.load(std::memory_order_relaxed)) return;
+    cause_ = cause;
+    failed_.store(true, std::memory_order_release);
+  }
+  ring_all();
+  for (auto& [rank, peer] : peers_) {
+    if (rank != except) tell(rank, *peer, FrameType::abort, cause);
+  }
+}
+
+void Hub::tell(int /*rank*/, Peer& peer, FrameType type, std::string_view payload) noexcept {
+  if (peer.state != State::present) return;
+  try {
+    const auto header = encode_header(type, 0, 0, payload.size());
+    const std::array parts{part(header.data(), header.size()), part(payload.data(), payload.size())};
+    const std::scoped_lock lock(peer.writing);
+    if (!peer.socket) return;
+    // A peer that does not read in time will learn of it when it finds the socket closed.
+    (void)write_all(peer.socket.get(), std::span(parts).first(payload.empty() ? 1 : 2), -1,
+                    std::chrono::steady_clock::now() + farewell, [] { return false; });
+  } catch (const Error&) {  // NOLINT(bugprone-empty-catch): the peer is gone, which the reader reports
+  }
+}
+
+void Hub::run() noexcept {
+  pthread_setname_np(pthread_self(), "pypipe-control");
+  std::vector<pollfd> waits;
+  std::vector<std::pair<int, Peer*>> open;
+  while (!closing_.load(std::memory_order_acquire)) {
+    waits.assign(1, pollfd{wake_.get(), POLLIN, 0});
+    open.clear();
+    for (auto& [rank, peer] : peers_) {
+      if (peer->state != State::present) continue;
+      waits.push_back(pollfd{peer->socket.get(), POLLIN, 0});
+      open.emplace_back(rank, peer.get());
+    }
+    if (::poll(waits.data(), waits.size(), -1) < 0) continue;
+    for (std::size_t i = 0; i < open.size(); ++i) {
+      if (waits[i + 1].revents == 0) continue;
+      const auto& [rank, peer] = open[i];
+      std::string how;
+      try {
+        read(rank, *peer);
+        continue;
+      } catch (const Error& error) {
+        how = error.fault() == Fault::protocol ? "it sent garbage" : "its connection closed";
+      } catch (const std::exception&) {
+        how = "its frames could not be stored";
+      }
+      State expected = State::present;
+      if (peer->state.compare_exchange_strong(expected, State::lost)) fail(lost_cause(rank, rank_, how), rank);
+      ring_all();
+    }
+  }
+}
+
+void Hub::read(int rank, Peer& peer) {
+  std::array<std::byte, 1 << 16> buffer;  // NOLINT(cppcoreguidelines-pro-type-member-init): recvmsg fills it
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int) * 8)> control{};
+  iovec into{buffer.data(), buffer.size()};
+  msghdr message{};
+  message.msg_iov = &into;
+  message.msg_iovlen = 1;
+  message.msg_control = control.data();
+  message.msg_controllen = control.size();
+  const ssize_t got = ::recvmsg(peer.socket.get(), &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+  if (got < 0) {
+    if (errno == EAGAIN || errno == EINTR) return;
+    throw_errno("reading a control socket");
+  }
+  for (cmsghdr* header = CMSG_FIRSTHDR(&message); header != nullptr; header = CMSG_NXTHDR(&message, header)) {
+    if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS) continue;
+    const std::size_t count = (header->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+    for (std::size_t i = 0; i < count; ++i) {
+      int descriptor = -1;
+      std::memcpy(&descriptor, CMSG_DATA(header) + i * sizeof(int), sizeof(int));
+      peer.reader.feed(Fd(descriptor));
+    }
+  }
+  if (got == 0) throw Error(Fault::peer_gone, "end of stream");
+  peer.reader.feed(std::span(buffer).first(static_cast<std::size_t>(got)));
+  while (auto frame = peer.reader.next()) {
+    dispatch(rank, peer, std::move(*frame));
+    if (peer.state != State::present) return;
+  }
+}
+
+void Hub::dispatch(int rank, Peer& peer, Frame frame) {
+  switch (frame.type) {
+    case FrameType::abort:
+      fail(frame.payload, rank);
+      return;
+    case FrameType::leave:
+      peer.state.store(State::left, std::memory_order_release);
+      ring_all();
+      return;
+    case FrameType::layout:
+    case FrameType::memory:
+    case FrameType::envelope:
+      break;
+  }
+  {
+    const std::scoped_lock lock(mutex_);
+    Inbox& inbox = inboxes_[InboxKey{rank, frame.type, frame.channel}];
+    inbox.bytes += frame.payload.size();
+    if (inbox.frames.size() >= most_frames || inbox.bytes > most_inbox_bytes) {
+      throw Error(Fault::protocol, "an inbox overflows");
+    }
+    inbox.frames.push_back(std::move(frame));
+  }
+  notify(arrivals_);
+}
+
+void Hub::close() noexcept {
+  if (closing_.exchange(true)) return;
+  for (auto& [rank, peer] : peers_) tell(rank, *peer, FrameType::leave, {});
+  const std::uint64_t one = 1;
+  (void)!::write(wake_.get(), &one, sizeof(one));
+  if (thread_.joinable()) thread_.join();
+  for (auto& [rank, peer] : peers_) {
+    const std::scoped_lock lock(peer->writing);
+    peer->socket.reset();
+    peer->state = State::left;
+  }
+  ring_all();
+}
+
+void Hub::abandon() noexcept {
+  if (closing_.exchange(true)) return;
+  // Locks may be held by threads that do not exist here, and the thread object names one of them.
+  for (auto& [rank, peer] : peers_) peer->socket.reset();
+  wake_.reset();
+  if (thread_.joinable()) thread_.detach();
+}
+
+}  // namespace pypipe

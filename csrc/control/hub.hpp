@@ -1,0 +1,108 @@
+// One control socket per pair of neighbours, and the thread that reads them all.
+//
+// Who does what:
+//   any thread      send(), take(), abort(), check(), close()
+//   the hub thread  reads sockets, sorts frames into inboxes, notices deaths, passes aborts on, rings bells
+// `mutex_` guards inboxes, states and bells; each peer's `writing` mutex keeps its frames whole. The first cause is
+// written once, before `failed_` is stored (release). No mutex is held while a call blocks, except `writing`, whose
+// holder waits for the peer's hub thread to drain the socket, and that thread never waits for this rank's.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+#include "base/fd.hpp"
+#include "base/wait.hpp"
+#include "control/frame.hpp"
+
+namespace pypipe {
+
+class Hub {
+ public:
+  explicit Hub(int rank);
+  ~Hub();
+  Hub(const Hub&) = delete;
+  Hub& operator=(const Hub&) = delete;
+
+  // Hands over a connected, authenticated stream socket. Only before start().
+  void add_peer(int rank, Fd socket);
+
+  // Starts the thread. Without it nothing is read.
+  void start();
+
+  // Sends one frame; `descriptor` travels with it (Unix sockets only) and stays the caller's.
+  // Throws Error{peer_gone, aborted, timeout}.
+  void send(int peer, FrameType type, std::uint32_t channel, std::uint64_t value, std::string_view payload,
+            const Patience& patience, int descriptor = -1);
+
+  // Waits for the next frame of this peer, type and channel. Throws Error{peer_gone, aborted, timeout}.
+  [[nodiscard]] Frame take(int peer, FrameType type, std::uint32_t channel, const Patience& patience);
+
+  // Makes the pipeline fail everywhere: sets the first cause here and tells every neighbour, which tells its own.
+  // `cause` is JSON. A later cause is ignored. Never throws and never blocks for more than a moment.
+  void abort(std::string_view cause) noexcept;
+
+  // The first cause, once there is one.
+  [[nodiscard]] std::optional<std::string> cause() const;
+
+  // Throws Error{aborted} when the pipeline has failed, Error{peer_gone} when `peer` has left.
+  void check(int peer) const;
+
+  // Bells of waiting threads, to be rung when a peer leaves or the pipeline fails.
+  void watch(Doorbell& bell);
+  void unwatch(Doorbell& bell) noexcept;
+
+  // Says goodbye to every peer and joins the thread. Idempotent.
+  void close() noexcept;
+
+  // In a forked child: gives up the sockets without a word, so that the parent's death is seen by its peers.
+  void abandon() noexcept;
+
+  [[nodiscard]] int rank() const noexcept { return rank_; }
+
+ private:
+  enum class State { present, left, lost };
+  struct Peer {
+    Fd socket;
+    std::mutex writing;
+    FrameReader reader;
+    std::atomic<State> state{State::present};
+  };
+  using InboxKey = std::tuple<int, FrameType, std::uint32_t>;
+  struct Inbox {
+    std::deque<Frame> frames;
+    std::size_t bytes = 0;
+  };
+
+  [[nodiscard]] Peer& find(int peer) const;
+  void run() noexcept;
+  void read(int rank, Peer& peer);
+  void dispatch(int rank, Peer& peer, Frame frame);
+  void fail(std::string_view cause, int except) noexcept;
+  void tell(int rank, Peer& peer, FrameType type, std::string_view payload) noexcept;
+  void ring_all() noexcept;
+
+  const int rank_;
+  std::map<int, std::unique_ptr<Peer>> peers_;
+  Fd wake_;
+  std::thread thread_;
+  std::atomic<bool> closing_{false};
+  std::atomic<bool> failed_{false};
+  mutable std::mutex mutex_;
+  std::string cause_;
+  std::map<InboxKey, Inbox> inboxes_;
+  std::vector<Doorbell*> bells_;
+  Doorbell arrivals_;
+};
+
+}  // namespace pypipe

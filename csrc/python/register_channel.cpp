@@ -1,0 +1,162 @@
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/error.hpp"
+#include "channel/channel.hpp"
+#include "link/shm_link.hpp"
+#include "python/register.hpp"
+
+namespace py = pybind11;
+using py::arg;
+using py::keep_alive;
+
+namespace pypipe::python {
+namespace {
+
+using Released = py::call_guard<py::gil_scoped_release>;
+
+// A layout as its sender uses it: the id that was announced, and where each tensor goes.
+struct SendLayout {
+  std::uint32_t id = 0;
+  std::vector<Part> parts;  // data is filled in for each message
+};
+
+// A received message. Python reads it through the buffer protocol, which keeps the memory mapped.
+struct Message {
+  Arrival arrival;
+};
+
+SendLayout announce(SendChannel& channel, const std::string& description, const std::vector<std::size_t>& sizes,
+                    std::uint32_t forgotten, const Patience& patience) {
+  const std::vector<std::size_t> offsets = pack(sizes);
+  SendLayout layout;
+  for (std::size_t i = 0; i < sizes.size(); ++i) layout.parts.push_back(Part{nullptr, sizes[i], offsets[i]});
+  layout.id = channel.announce(description, offsets.back(), forgotten, patience);
+  return layout;
+}
+
+void send(SendChannel& channel, const SendLayout& layout, std::uint32_t stage, std::uint32_t kind,
+          std::uint32_t microbatch, std::uint64_t rows, std::uint64_t batch_rows,
+          const std::vector<std::uintptr_t>& pointers, std::uintptr_t stream, const Patience& patience) {
+  if (pointers.size() != layout.parts.size()) {
+    throw Error(Fault::usage, "a layout of " + std::to_string(layout.parts.size()) + " tensors got " +
+                                  std::to_string(pointers.size()) + " pointers");
+  }
+  std::vector<Part> parts = layout.parts;
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    parts[i].data = reinterpret_cast<const void*>(pointers[i]);  // NOLINT(performance-no-int-to-ptr)
+  }
+  const Envelope envelope{0, stage, kind, microbatch, layout.id, 0, 0, rows, batch_rows};
+  const py::gil_scoped_release released;
+  channel.send(envelope, parts, Stream{reinterpret_cast<void*>(stream)},  // NOLINT(performance-no-int-to-ptr)
+               patience);
+}
+
+Message receive(ReceiveChannel& channel, std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch,
+                std::uintptr_t stream, const Patience& patience) {
+  return Message{channel.receive(stage, kind, microbatch,
+                                 Stream{reinterpret_cast<void*>(stream)},  // NOLINT(performance-no-int-to-ptr)
+                                 patience)};
+}
+
+template <class Channel>
+py::dict counters(const Channel& channel) {
+  const ChannelCounters& counted = channel.counters();
+  py::dict all;
+  all["messages"] = counted.messages;
+  all["bytes"] = counted.bytes;
+  all["layouts"] = counted.layouts;
+  all["allocations"] = counted.allocations;
+  all["slots"] = counted.slots;
+  all["slot_bytes"] = counted.slot_bytes;
+  all["alive"] = counted.alive;
+  all["most_alive"] = counted.most_alive;
+  return all;
+}
+
+}  // namespace
+
+void register_channel(py::module_& module) {
+  module.attr("PART_ALIGNMENT") = part_alignment;
+  module.def(
+      "pack", [](const std::vector<std::size_t>& sizes) { return pack(sizes); }, arg("sizes"),
+      "Offsets of parts of these sizes (bytes) in one message, then the message's size.");
+  module.def("check_tag", &check_tag, arg("envelope"), arg("channel"), arg("stage"), arg("kind"), arg("microbatch"),
+             arg("peer"));
+
+  py::class_<SendLink>(module, "SendLink");
+  py::class_<ReceiveLink>(module, "ReceiveLink");
+  py::class_<ShmSendLink, SendLink>(module, "ShmSendLink")
+      .def(py::init<Hub&, int, std::uint32_t, std::uint32_t, const Patience&>(), arg("hub"), arg("peer"), arg("link"),
+           arg("capacity"), arg("patience"), keep_alive<1, 2>(), Released());
+  py::class_<ShmReceiveLink, ReceiveLink>(module, "ShmReceiveLink")
+      .def(py::init<Hub&, int, std::uint32_t, std::uint32_t, const Patience&>(), arg("hub"), arg("peer"), arg("link"),
+           arg("capacity"), arg("patience"), keep_alive<1, 2>(), Released());
+
+  py::class_<SendLayout>(module, "SendLayout").def_readonly("id", &SendLayout::id);
+
+  py::class_<Message>(module, "Message", py::buffer_protocol())
+      .def_buffer([](Message& message) {
+        const Slot& slot = message.arrival.slot;
+        return py::buffer_info(reinterpret_cast<std::uint8_t*>(slot.data), static_cast<py::ssize_t>(slot.bytes));
+      })
+      .def_property_readonly("layout", [](const Message& message) { return message.arrival.envelope.layout; })
+      .def_property_readonly("rows", [](const Message& message) { return message.arrival.envelope.rows; })
+      .def_property_readonly("batch_rows", [](const Message& message) { return message.arrival.envelope.batch_rows; })
+      .def_property_readonly("pointer", [](const Message& message) {
+        return reinterpret_cast<std::uintptr_t>(message.arrival.slot.data);
+      });
+
+  py::class_<SendChannel>(module, "SendChannel")
+      .def(py::init<Hub&, SendLink&, int, std::uint32_t, std::uint32_t>(), arg("hub"), arg("link"), arg("peer"),
+           arg("channel"), arg("slots"), keep_alive<1, 2>(), keep_alive<1, 3>())
+      .def("announce", &announce, arg("description"), arg("sizes"), arg("forgotten"), arg("patience"), Released())
+      .def("send", &send, arg("layout"), arg("stage"), arg("kind"), arg("microbatch"), arg("rows"), arg("batch_rows"),
+           arg("pointers"), arg("stream"), arg("patience"))
+      .def_property_readonly("counters", &counters<SendChannel>);
+
+  py::class_<ReceiveChannel>(module, "ReceiveChannel")
+      .def(py::init<Hub&, ReceiveLink&, int, std::uint32_t, std::uint32_t>(), arg("hub"), arg("link"), arg("peer"),
+           arg("channel"), arg("slots"), keep_alive<1, 2>(), keep_alive<1, 3>())
+      .def(
+          "post",
+          [](ReceiveChannel& channel, std::uintptr_t stream) {
+            channel.post(Stream{reinterpret_cast<void*>(stream)});  // NOLINT(performance-no-int-to-ptr)
+          },
+          arg("stream"))
+      .def("receive", &receive, arg("stage"), arg("kind"), arg("microbatch"), arg("stream"), arg("patience"),
+           Released())
+      .def(
+          "description",
+          [](ReceiveChannel& channel, std::uint32_t layout, const Patience& patience) {
+            return channel.layout(layout, patience).description;
+          },
+          arg("layout"), arg("patience"))
+      .def(
+          "release",
+          [](ReceiveChannel& channel, const Message& message, std::uintptr_t stream) {
+            channel.release(message.arrival.slot,
+                            Stream{reinterpret_cast<void*>(stream)});  // NOLINT(performance-no-int-to-ptr)
+          },
+          arg("message"), arg("stream"))
+      .def_property_readonly("counters", &counters<ReceiveChannel>);
+
+  py::class_<LayoutAnnouncer>(module, "LayoutAnnouncer")
+      .def(py::init<Hub&, int, std::uint32_t>(), arg("hub"), arg("peer"), arg("channel"), keep_alive<1, 2>())
+      .def("announce", &LayoutAnnouncer::announce, arg("description"), arg("bytes"), arg("forgotten"), arg("patience"),
+           Released());
+  py::class_<LayoutBook>(module, "LayoutBook")
+      .def(py::init<Hub&, int, std::uint32_t>(), arg("hub"), arg("peer"), arg("channel"), keep_alive<1, 2>())
+      .def(
+          "description",
+          [](LayoutBook& book, std::uint32_t layout, const Patience& patience) {
+            return book.find(layout, patience).description;
+          },
+          arg("layout"), arg("patience"), Released());
+}
+
+}  // namespace pypipe::python
