@@ -1,0 +1,99 @@
+"""The `pypipe` command. What a subcommand needs is imported when it runs: torch alone takes seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pypipe.demo_input import SCHEDULES, InputError, Options, read_text
+
+if TYPE_CHECKING:
+    from pypipe.demo import Result
+
+_DEFAULTS = Options()
+
+
+class _BadInput(click.ClickException):
+    """One line on stderr; the exit code is that of click's own complaints about options."""
+
+    exit_code = 2
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.version_option(package_name="pypipe")
+def main() -> None:
+    """Pipeline-parallel training for PyTorch."""
+
+
+@main.command()
+@click.option("--stages", default=_DEFAULTS.stages, help="Rank processes; each holds one stage of the model.")
+@click.option(
+    "--schedule", default=_DEFAULTS.schedule, type=click.Choice(SCHEDULES), help="Order of actions."
+)
+@click.option("--microbatches", default=_DEFAULTS.microbatches, help="Slices of each batch.")
+@click.option("--steps", default=_DEFAULTS.steps, help="Optimizer steps.")
+@click.option("--batch", default=_DEFAULTS.batch, help="Sequences a step.")
+@click.option("--context", default=_DEFAULTS.context, help="Characters a sequence.")
+@click.option("--blocks", default=_DEFAULTS.blocks, help="Transformer blocks of the whole model.")
+@click.option("--width", default=_DEFAULTS.width, help="Size of the vectors between blocks.")
+@click.option("--seed", default=_DEFAULTS.seed, help="Fixes the weights and the batches.")
+@click.option(
+    "--text",
+    type=click.Path(path_type=Path),
+    help="UTF-8 file to learn, up to its first million characters.  [default: Python's standard library]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object, nothing else.")
+def demo(text: Path | None, as_json: bool, **options: int | str) -> None:
+    """Train a small GPT through a pipeline on this machine.
+
+    A character-level GPT learns a real text, divided over processes; then the same model learns the same
+    batches unpipelined, and the two loss curves are compared.
+    """
+    try:
+        checked = Options(**options)  # type: ignore[arg-type]  # click has made them what Options says
+        checked.check()
+        content = read_text(text, checked.context)
+    except InputError as error:
+        raise _BadInput(str(error)) from error
+
+    from pypipe.demo import run
+    from pypipe.demo_launch import RankError
+
+    try:
+        result = run(checked, content, progress=not as_json)
+    except RankError as error:
+        raise click.ClickException(f"{error}\n{error.log}".strip()) from error
+    click.echo(json.dumps(asdict(result)) if as_json else _summary(result))
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON, nothing else.")
+def bench(as_json: bool) -> None:
+    """Measure the links between ranks: latency and bandwidth.
+
+    Alone it measures two processes on this machine; under torchrun, every pair of the ranks it is given.
+    """
+    from pypipe import bench as benchmark
+
+    raise SystemExit(benchmark.main(as_json))
+
+
+def _summary(result: Result) -> str:
+    lines = [
+        f"{result.schedule}, P={result.stages}, M={result.microbatches}, {result.steps} steps",
+        f"loss               {result.losses[0]:.3f} -> {result.losses[-1]:.3f} nats a character",
+        f"unpipelined        the same to within {result.loss_max_abs_diff:.1e} at every step",
+        f"tokens per second  {result.tokens_per_second:,.0f}",
+        f"bubble             {result.bubble_measured:.1%} measured, {result.bubble_predicted:.1%} predicted",
+    ]
+    cores = len(os.sched_getaffinity(0))
+    if result.stages > cores:
+        lines.append(
+            f"The prediction takes a core per rank; here {result.stages} ranks took turns on {cores}."
+        )
+    return "\n".join(lines)

@@ -1,0 +1,121 @@
+"""What the demo is given: its options and its text, checked before a process starts or torch is imported."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+
+#: Attention heads of the demo's GPT are this wide, so the model's width is a multiple of it.
+HEAD_WIDTH = 16
+
+SCHEDULES = ("1f1b", "gpipe")
+
+# Plain Python modules that every CPython since 3.11 ships as source: some 600 KB of text.
+_STDLIB_MODULES = (
+    "argparse",
+    "ast",
+    "calendar",
+    "csv",
+    "dataclasses",
+    "difflib",
+    "inspect",
+    "logging",
+    "statistics",
+    "subprocess",
+    "textwrap",
+    "typing",
+)
+
+# A run of a few hundred steps looks at less than this, and each rank holds the text as int64 tokens.
+_MOST_CHARACTERS = 1_000_000
+
+
+class InputError(ValueError):
+    """The demo was asked for something it cannot do; the message is one line that says what to do instead."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to train, and how.
+
+    Args:
+        stages: P, the number of rank processes; each holds one stage.
+        schedule: one of SCHEDULES.
+        microbatches: M, at most `batch`; it need not divide it.
+        steps: optimizer steps.
+        seed: fixes the weights and the batches.
+        batch: sequences a step.
+        context: characters a sequence.
+        blocks: transformer blocks of the whole model, at least one a stage.
+        width: size of the vectors between blocks, a multiple of HEAD_WIDTH.
+    """
+
+    stages: int = 4
+    schedule: str = "1f1b"
+    microbatches: int = 8
+    steps: int = 60
+    seed: int = 0
+    batch: int = 32
+    context: int = 64
+    blocks: int = 4
+    width: int = 64
+
+    def check(self) -> None:
+        """Raises InputError for options that no run could follow."""
+        for name in ("stages", "microbatches", "steps", "batch", "context", "blocks", "width"):
+            if getattr(self, name) < 1:
+                raise InputError(f"--{name} is {getattr(self, name)}: give at least 1")
+        if not 0 <= self.seed < 2**32:
+            raise InputError(f"--seed is {self.seed}: give a number from 0 to {2**32 - 1}")
+        if self.schedule not in SCHEDULES:
+            raise InputError(f"--schedule is {self.schedule!r}: give one of {', '.join(SCHEDULES)}")
+        if self.stages > self.blocks:
+            raise InputError(
+                f"{self.stages} stages cannot share {self.blocks} blocks, as each needs one of its own: "
+                f"lower --stages, or give --blocks {self.stages}"
+            )
+        if self.microbatches > self.batch:
+            raise InputError(
+                f"a batch of {self.batch} sequences cannot be cut into {self.microbatches} microbatches: "
+                f"lower --microbatches, or give --batch {self.microbatches}"
+            )
+        if self.width % HEAD_WIDTH:
+            raise InputError(
+                f"--width is {self.width}: give a multiple of {HEAD_WIDTH}, the width of one head"
+            )
+
+
+def read_text(path: Path | None, context: int) -> str:
+    """Returns the training text: the start of a UTF-8 file, or source of Python's standard library.
+
+    Args:
+        path: the file, or None for the standard library.
+        context: characters a sequence; the text must hold at least one sequence and the character after it.
+
+    Raises:
+        InputError: the file cannot be read, is not UTF-8, or is too short.
+    """
+    if path is None:
+        return _standard_library()[:_MOST_CHARACTERS]
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            text = file.read(_MOST_CHARACTERS)
+    except OSError as error:
+        raise InputError(f"cannot read {path} ({error.strerror}): give --text a readable file") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 at byte {error.start}: give --text a UTF-8 file") from error
+    if len(text) <= context:
+        raise InputError(
+            f"{path} has {len(text)} characters, and one sequence with its target takes {context + 1}: "
+            "give a longer file, or lower --context"
+        )
+    return text
+
+
+def _standard_library() -> str:
+    try:
+        return "\n".join(inspect.getsource(importlib.import_module(name)) for name in _STDLIB_MODULES)
+    except OSError as error:
+        raise InputError("this Python comes without its library's source: give --text FILE") from error

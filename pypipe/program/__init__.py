@@ -1,0 +1,33 @@
+"""Schedules as data: built, lowered, verified, simulated and drawn, without importing torch."""
+
+from .actions import Action, Kind
+from .builders import Builder, build, builder_names, gpipe, one_f_one_b, register
+from .drawing import grid
+from .errors import ProgramError
+from .lowering import lower
+from .programs import Channel, Link, Program, channel_of
+from .simulation import Event, Timeline, simulate
+from .verification import Verified, verify
+
+__all__ = [
+    "Action",
+    "Builder",
+    "Channel",
+    "Event",
+    "Kind",
+    "Link",
+    "Program",
+    "ProgramError",
+    "Timeline",
+    "Verified",
+    "build",
+    "builder_names",
+    "channel_of",
+    "gpipe",
+    "grid",
+    "lower",
+    "one_f_one_b",
+    "register",
+    "simulate",
+    "verify",
+]

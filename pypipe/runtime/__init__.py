@@ -1,0 +1,1 @@
+"""What runs a program: trees, channels, rendezvous, microbatches, the executor."""

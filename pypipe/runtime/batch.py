@@ -1,0 +1,149 @@
+"""One step's data on one rank: arguments and target, cut into microbatches as soon as the batch's length is known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pypipe.runtime import microbatches
+
+__all__ = ["Batch", "ChunkSpecs", "Share"]
+
+
+@dataclass(frozen=True)
+class ChunkSpecs:
+    """How a schedule cuts arguments and joins outputs; None: along dimension 0."""
+
+    args: Any = None
+    kwargs: Any = None
+    output: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A microbatch's part of the batch, in rows; zeros where the batch has no rows."""
+
+    rows: int
+    batch_rows: int
+
+
+_UNKNOWN = Share(0, 0)
+
+
+class _Entrance:
+    """A batch tensor that has a graph behind it, made a leaf for the length of a step.
+
+    Each microbatch runs backward by itself; a graph that they share may be walked only once. So gradients gather at
+    the leaf, and the rest of the graph is walked at the end of the step.
+    """
+
+    __slots__ = ("leaf", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.leaf = tensor.detach().requires_grad_()
+
+
+class Batch:
+    """What step() or eval() was given on one rank.
+
+    Args:
+        args, kwargs: the stage's arguments; `args` are ignored unless this is the first stage.
+        target: for the loss; None where there is none.
+        specs: how to cut them.
+        n_microbatches: M.
+        first: whether this rank holds the first stage, whose arguments tell the batch's length.
+        training: whether gradients are wanted.
+    """
+
+    def __init__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        specs: ChunkSpecs,
+        n_microbatches: int,
+        *,
+        first: bool,
+        training: bool,
+    ) -> None:
+        self._specs = specs
+        self._n_microbatches = n_microbatches
+        self._entrances: list[_Entrance] = []
+        if training:
+            args, kwargs, target = pytree.tree_map_only(Tensor, self._enter, (args if first else (), kwargs, target))
+        self._kwargs = kwargs
+        self._kwarg_chunks: list[dict[str, Any]] | None = None
+        self._target = target
+        self._target_chunks: list[Any] | None = None
+        self._arg_chunks: list[tuple[Any, ...]] = []
+        self._shares: list[Share] = []
+        if first:
+            both = {"args": args, "kwargs": kwargs} if kwargs else {"args": args}
+            spec = {"args": specs.args, "kwargs": specs.kwargs}
+            rows = microbatches.length(both, {name: spec[name] for name in both}, "step")
+            self._arg_chunks = microbatches.split(args, specs.args, n_microbatches, "args", batch_rows=rows)
+            self._shares = (
+                [Share(size, rows) for size in microbatches.sizes(rows, n_microbatches)]
+                if rows
+                else [_UNKNOWN] * n_microbatches
+            )
+
+    def _enter(self, tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        entrance = _Entrance(tensor)
+        self._entrances.append(entrance)
+        return entrance.leaf
+
+    def share(self, microbatch: int) -> Share:
+        """On the first stage: this microbatch's rows."""
+        return self._shares[microbatch]
+
+    def args(self, microbatch: int) -> tuple[Any, ...]:
+        """On the first stage: this microbatch's positional arguments."""
+        return self._arg_chunks[microbatch]
+
+    def kwargs(self, microbatch: int, share: Share) -> dict[str, Any]:
+        """This microbatch's keyword arguments."""
+        if not self._kwargs:
+            return {}
+        if self._kwarg_chunks is None:
+            self._kwarg_chunks = microbatches.split(
+                self._kwargs, self._specs.kwargs, self._n_microbatches, "kwargs", batch_rows=share.batch_rows
+            )
+        return self._kwarg_chunks[microbatch]
+
+    def target(self, microbatch: int, share: Share) -> Any:
+        """This microbatch's target. One that is a multiple of the batch's length is cut in proportion."""
+        if self._target_chunks is None:
+            self._target_chunks = microbatches.split(
+                self._target, None, self._n_microbatches, "target", batch_rows=share.batch_rows, scaled=True
+            )
+        return self._target_chunks[microbatch]
+
+    def weight(self, microbatch: int, share: Share) -> float:
+        """This microbatch's share of a mean over the whole batch."""
+        if share.batch_rows:
+            return share.rows / share.batch_rows
+        rows = microbatches.length(self._target, None, "target")
+        if rows:
+            return microbatches.sizes(rows, self._n_microbatches)[microbatch] / rows
+        return 1 / self._n_microbatches
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """Where gradients of the batch itself gather."""
+        return [entrance.leaf for entrance in self._entrances]
+
+    def finish(self) -> None:
+        """Walks the graphs behind the batch, after the last microbatch's backward."""
+        pairs = [(entrance.tensor, entrance.leaf.grad) for entrance in self._entrances]
+        self._entrances = []
+        pairs = [(tensor, gradient) for tensor, gradient in pairs if gradient is not None]
+        if pairs:
+            torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])

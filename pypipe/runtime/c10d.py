@@ -1,0 +1,264 @@
+"""The c10d link: ports over the process group's own backend, for ranks that shared memory cannot reach.
+
+The tag of each message and its layout travel over the control socket, the bytes through isend and irecv of
+torch.distributed. So the receiver knows the size before it receives, and any backend will do.
+
+A Work of c10d can be waited for but not interrupted, so another thread waits for it, while the waiting rank watches
+the control socket, its deadline and Ctrl-C. That thread is abandoned when the pipeline fails: it ends with its Work.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pypipe import _core
+from pypipe.errors import LayoutError, PipelineTimeout
+from pypipe.runtime.channels import Tag
+from pypipe.runtime.trees import TensorSpec
+
+__all__ = ["C10dReceivePort", "C10dSendPort", "Route"]
+
+_SLICE_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where one channel's messages go.
+
+    Attributes:
+        hub: the control sockets.
+        group: the process group.
+        peer: the other rank, in the group.
+        channel: the channel's number, the same at both ends.
+        tag: distinguishes this channel's messages from all others between the two ranks.
+        slots: messages that may be under way or in use at once.
+        device: where tensors live.
+        patience: how long to wait.
+    """
+
+    hub: _core.Hub
+    group: Any
+    peer: int
+    channel: int
+    tag: int
+    slots: int
+    device: torch.device
+    patience: _core.Patience
+
+    @property
+    def global_peer(self) -> int:
+        """The other rank, in the world."""
+        return dist.get_global_rank(self.group, self.peer)
+
+
+class _Waiter:
+    """A thread that waits for Works, one after the other, in the order given."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Any, _Completion]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, work: Any) -> _Completion:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="pypipe-c10d", daemon=True)
+            self._thread.start()
+        completion = _Completion()
+        self._jobs.put((work, completion))
+        return completion
+
+    def _run(self) -> None:
+        while True:
+            work, completion = self._jobs.get()
+            try:
+                work.wait()
+            except Exception as error:
+                completion.error = error
+            completion.done.set()
+
+
+class _Completion:
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.error: Exception | None = None
+
+    def wait(self, route: Route, what: str) -> None:
+        """Waits, and raises what the hub knows rather than what the backend says where both fail."""
+        deadline = time.monotonic() + route.patience.timeout
+        while not self.done.wait(_SLICE_SECONDS):
+            route.hub.check(route.peer)
+            if time.monotonic() >= deadline:
+                raise PipelineTimeout(f"{what} rank {route.peer} did not end in {route.patience.timeout:g} s")
+        if self.error is not None:
+            route.hub.check(route.peer)
+            raise self.error
+
+
+class _Layout(NamedTuple):
+    id: int
+    offsets: tuple[int, ...]
+    bytes: int
+
+
+class _Pending(NamedTuple):
+    completion: _Completion
+    buffer: Tensor
+
+
+class C10dSendPort:
+    """The sending end: packs a message into a buffer of its own and lets the backend take it from there."""
+
+    def __init__(self, route: Route) -> None:
+        self._route = route
+        self._announcer = _core.LayoutAnnouncer(route.hub, route.peer, route.channel)
+        self._waiter = _Waiter()
+        self._pending: deque[_Pending] = deque()
+        self._counters = dict.fromkeys(("messages", "bytes", "layouts", "allocations", "slot_bytes"), 0)
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What has been counted."""
+        return {**self._counters, "slots": self._route.slots}
+
+    def announce(self, description: str, sizes: list[int], forgotten: int) -> _Layout:
+        """Announces a layout."""
+        offsets = _core.pack(sizes)
+        number = self._announcer.announce(description, offsets[-1], forgotten, self._route.patience)
+        self._counters["layouts"] += 1
+        return _Layout(number, tuple(offsets[:-1]), offsets[-1])
+
+    def send(self, layout: _Layout, tag: Tag, tensors: Sequence[Tensor]) -> None:
+        """Packs and sends; waits only while as many messages are under way as the receiver has slots."""
+        route = self._route
+        for tensor in tensors:
+            if tensor.device.type != route.device.type:
+                raise LayoutError(
+                    f"this stage runs on {route.device}, but its output has a tensor on {tensor.device}: "
+                    "give PipelineStage the device that the module really uses"
+                )
+        buffer = self._buffer(layout.bytes)
+        for tensor, offset in zip(tensors, layout.offsets, strict=True):
+            if tensor.numel():
+                target = buffer[offset : offset + tensor.numel() * tensor.element_size()].view(tensor.dtype)
+                target.as_strided(tensor.shape, tensor.stride()).copy_(tensor.detach())
+        envelope = _core.Envelope(
+            tag.stage, tag.kind, tag.microbatch, layout.id, layout.bytes, tag.rows, tag.batch_rows
+        )
+        route.hub.send_envelope(route.peer, envelope, route.channel, route.patience)
+        if layout.bytes:
+            work = dist.isend(buffer[: layout.bytes], route.global_peer, route.group, route.tag)
+            self._pending.append(_Pending(self._waiter.submit(work), buffer))
+        self._counters["messages"] += 1
+        self._counters["bytes"] += layout.bytes
+
+    def _buffer(self, size: int) -> Tensor:
+        """A buffer whose last message has left, or a new one while there are fewer than slots."""
+        buffer: Tensor | None = None
+        if self._pending and (len(self._pending) >= self._route.slots or self._pending[0].completion.done.is_set()):
+            oldest = self._pending.popleft()
+            oldest.completion.wait(self._route, "sending to")
+            buffer = oldest.buffer
+        if buffer is None or buffer.numel() < size:
+            self._counters["allocations"] += 1
+            self._counters["slot_bytes"] = max(size, self._counters["slot_bytes"])
+            buffer = torch.empty(self._counters["slot_bytes"], dtype=torch.uint8, device=self._route.device)
+        return buffer
+
+
+class _Slot:
+    """A message in a receive buffer."""
+
+    __slots__ = ("buffer", "envelope")
+
+    def __init__(self, envelope: _core.Envelope, buffer: Tensor) -> None:
+        self.envelope = envelope
+        self.buffer = buffer
+
+    @property
+    def layout(self) -> int:
+        return int(self.envelope.layout)
+
+    @property
+    def rows(self) -> int:
+        return int(self.envelope.rows)
+
+    @property
+    def batch_rows(self) -> int:
+        return int(self.envelope.batch_rows)
+
+
+class C10dReceivePort:
+    """The receiving end: as many buffers as the channel has slots, made when the first layout is known."""
+
+    def __init__(self, route: Route) -> None:
+        self._route = route
+        self._book = _core.LayoutBook(route.hub, route.peer, route.channel)
+        self._waiter = _Waiter()
+        self._free: list[Tensor] = []
+        self._slot_bytes = -1
+        self._counters = dict.fromkeys(("messages", "bytes", "allocations", "alive", "most_alive"), 0)
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What has been counted."""
+        layouts = self._book.received
+        return {**self._counters, "slots": self._route.slots, "slot_bytes": self._slot_bytes, "layouts": layouts}
+
+    def receive(self, tag: Tag) -> _Slot:
+        """Waits for the message of this tag."""
+        route = self._route
+        envelope = route.hub.take_envelope(route.peer, route.channel, route.patience)
+        _core.check_tag(envelope, route.channel, tag.stage, tag.kind, tag.microbatch, route.peer)
+        if envelope.bytes > self._slot_bytes:
+            self._grow(envelope.bytes)
+        slot = _Slot(envelope, self._free.pop())
+        if envelope.bytes:
+            work = dist.irecv(slot.buffer[: envelope.bytes], route.global_peer, route.group, route.tag)
+            self._waiter.submit(work).wait(route, "receiving from")
+        counters = self._counters
+        counters["messages"] += 1
+        counters["bytes"] += envelope.bytes
+        counters["alive"] += 1
+        counters["most_alive"] = max(counters["most_alive"], counters["alive"])
+        return slot
+
+    def _grow(self, size: int) -> None:
+        """Buffers of the new size; smaller ones that are in use are dropped when they come back."""
+        self._slot_bytes = size
+        missing = self._route.slots - self._counters["alive"]
+        self._free = [torch.empty(size, dtype=torch.uint8, device=self._route.device) for _ in range(missing)]
+        self._counters["allocations"] += 1
+
+    def description(self, layout: int) -> str:
+        """The announced description."""
+        return self._book.description(layout, self._route.patience)
+
+    def tensor(self, message: _Slot, spec: TensorSpec, offset: int) -> Tensor:
+        """A view of the slot; it shares the slot's version counter."""
+        if spec.count == 0:
+            return torch.empty(spec.shape, dtype=spec.dtype, device=self._route.device)
+        flat = message.buffer[offset : offset + spec.bytes].view(spec.dtype).detach()
+        return flat.view(spec.shape) if spec.strides is None else flat.as_strided(spec.shape, spec.strides, 0)
+
+    def holds(self, message: _Slot, tensor: Tensor) -> bool:
+        """Whether the tensor's memory lies in the slot."""
+        return tensor.untyped_storage().data_ptr() == message.buffer.untyped_storage().data_ptr()
+
+    def release(self, message: _Slot) -> None:
+        """Keeps the buffer for a later message."""
+        self._counters["alive"] -= 1
+        buffer = message.buffer
+        if buffer.numel() < self._slot_bytes:
+            buffer = torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._route.device)
+        self._free.append(buffer)
+
+

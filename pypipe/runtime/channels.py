@@ -1,0 +1,243 @@
+"""Channels as the executor sees them: trees go in at one stage and come out at the next.
+
+A channel remembers the layouts it has met. A tree of a known layout costs one hash; a new one is announced to the
+other end before the message that has it. The bytes move through a *port*: the core's channels (shared memory), or
+the c10d link's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from pypipe import _core
+from pypipe.runtime import trees
+
+__all__ = ["ReceiveChannel", "ReceivePort", "Received", "SendChannel", "SendPort"]
+
+# Layouts that one channel keeps at both ends; the oldest is forgotten first.
+_MOST_LAYOUTS = 256
+
+
+class Tag(NamedTuple):
+    """What travels with a message, and is checked or used by the receiver."""
+
+    stage: int  # the sender's
+    kind: int  # ord("F") or ord("B")
+    microbatch: int
+    rows: int  # of this microbatch; 0 where the batch has none
+    batch_rows: int
+
+
+class SendPort(Protocol):
+    """The sending end of a channel over some link."""
+
+    def announce(self, description: str, sizes: list[int], forgotten: int) -> Any:
+        """Tells the other end of a layout; returns a handle with an `id`."""
+
+    def send(self, layout: Any, tag: Tag, tensors: Sequence[Tensor]) -> None:
+        """Sends dense tensors of that layout; they may be overwritten once the call (on a CPU) returns."""
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Messages, bytes, layouts, allocations, slots, slot_bytes so far."""
+
+
+class Inbound(Protocol):
+    """A message that has arrived in a slot."""
+
+    @property
+    def layout(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def batch_rows(self) -> int: ...
+
+
+class ReceivePort(Protocol):
+    """The receiving end of a channel over some link."""
+
+    def receive(self, tag: Tag) -> Inbound:
+        """Waits for the next message, which must carry this tag's stage, kind and microbatch."""
+
+    def description(self, layout: int) -> str:
+        """The description that was announced for this layout."""
+
+    def tensor(self, message: Inbound, spec: trees.TensorSpec, offset: int) -> Tensor:
+        """A fresh tensor on the slot's memory."""
+
+    def holds(self, message: Inbound, tensor: Tensor) -> bool:
+        """Whether the tensor's memory lies in the message's slot."""
+
+    def release(self, message: Inbound) -> None:
+        """Gives the slot back."""
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Messages, bytes, layouts, allocations, slots, slot_bytes, alive, most_alive so far."""
+
+
+class _Outgoing(NamedTuple):
+    handle: Any
+    strides: tuple[tuple[int, ...] | None, ...]
+
+
+class SendChannel:
+    """The sending end of one stage boundary in one direction."""
+
+    def __init__(self, port: SendPort, stage: int, kind: int) -> None:
+        self._port = port
+        self._stage = stage
+        self._kind = kind
+        self._layouts: dict[trees.Description, _Outgoing] = {}
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What the port has counted."""
+        return self._port.counters
+
+    def send(self, tree: Any, microbatch: int, rows: int, batch_rows: int) -> list[Tensor]:
+        """Sends a tree and returns its tensors in the order in which the other end counts them.
+
+        Raises:
+            LayoutError: the tree holds something that cannot be sent.
+        """
+        tensors: list[Tensor] = []
+        description = trees.describe(tree, tensors)
+        layout = self._layouts.get(description)
+        if layout is None:
+            layout = self._announce(description)
+        sent = [trees.as_sent(tensor, strides) for tensor, strides in zip(tensors, layout.strides, strict=True)]
+        self._port.send(layout.handle, Tag(self._stage, self._kind, microbatch, rows, batch_rows), sent)
+        return tensors
+
+    def _announce(self, description: trees.Description) -> _Outgoing:
+        forgotten = 0
+        if len(self._layouts) >= _MOST_LAYOUTS:
+            forgotten = self._layouts.pop(next(iter(self._layouts))).handle.id
+        specs = trees.tensor_specs(description)
+        handle = self._port.announce(trees.encode(description), [spec.bytes for spec in specs], forgotten)
+        layout = self._layouts[description] = _Outgoing(handle, tuple(spec.strides for spec in specs))
+        return layout
+
+
+class _Incoming(NamedTuple):
+    description: trees.Description
+    specs: tuple[trees.TensorSpec, ...]
+    offsets: tuple[int, ...]
+
+
+class Received:
+    """One message: its tree, whose tensors are views of a slot until release().
+
+    Attributes:
+        tree: what the sender sent.
+        leaves: in training, the tensors that gradients are wanted for, in the sender's order; their `.grad` is
+            filled by backward.
+        rows, batch_rows: this microbatch's and the whole batch's share of the data, in rows; 0: unknown.
+    """
+
+    __slots__ = ("_message", "_port", "_tensors", "batch_rows", "leaves", "rows", "tree")
+
+    def __init__(
+        self, port: ReceivePort, message: Inbound, tree: Any, tensors: list[Tensor], leaves: list[Tensor]
+    ) -> None:
+        self._port = port
+        self._message: Inbound | None = message
+        self._tensors = tensors
+        self.tree = tree
+        self.leaves = leaves
+        self.rows: int = message.rows
+        self.batch_rows: int = message.batch_rows
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the tensor's memory is the slot's, which will be overwritten."""
+        return self._message is not None and self._port.holds(self._message, tensor)
+
+    def release(self) -> None:
+        """Gives the slot back. Whoever kept a tensor for a later backward will get autograd's version error."""
+        message, self._message = self._message, None
+        if message is None:
+            return
+        for tensor in self._tensors:
+            if not tensor.is_inference():  # under inference_mode there are no versions
+                torch.autograd.graph.increment_version(tensor)
+        self._tensors = []
+        self.tree = None
+        self._port.release(message)
+
+
+class _Enter(torch.autograd.Function):
+    """Makes received leaves look like any intermediate result, so that a stage may change its input in place."""
+
+    @staticmethod
+    def forward(ctx: Any, *leaves: Tensor) -> Any:
+        ctx.set_materialize_grads(False)  # no gradient stays no gradient
+        entered = tuple([leaf.detach() for leaf in leaves])
+        return entered[0] if len(entered) == 1 else entered
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] if len(gradients) == 1 else gradients
+
+
+_enter: Callable[..., Any] = _Enter.apply
+
+
+class ReceiveChannel:
+    """The receiving end of one stage boundary in one direction."""
+
+    def __init__(self, port: ReceivePort, source_stage: int, kind: int) -> None:
+        self._port = port
+        self._source_stage = source_stage
+        self._kind = kind
+        self._layouts: dict[int, _Incoming] = {}
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What the port has counted."""
+        return self._port.counters
+
+    def receive(self, microbatch: int, *, training: bool) -> Received:
+        """Waits for the message of this microbatch.
+
+        Args:
+            microbatch: which one must come next.
+            training: whether tensors that require gradients at the sender get leaves here.
+        """
+        port = self._port
+        message = port.receive(Tag(self._source_stage, self._kind, microbatch, 0, 0))
+        layout = self._layouts.get(message.layout)
+        if layout is None:
+            layout = self._learn(message.layout)
+        tensors = [
+            port.tensor(message, spec, offset) for spec, offset in zip(layout.specs, layout.offsets, strict=True)
+        ]
+        leaves: list[Tensor] = []
+        seen = tensors
+        if training:
+            leaves = [
+                tensor.requires_grad_()
+                for tensor, spec in zip(tensors, layout.specs, strict=True)
+                if spec.requires_grad
+            ]
+            if leaves:
+                entered = _enter(*leaves)
+                entrants = iter((entered,) if len(leaves) == 1 else entered)
+                seen = [
+                    next(entrants) if spec.requires_grad else tensor
+                    for tensor, spec in zip(tensors, layout.specs, strict=True)
+                ]
+        return Received(port, message, trees.rebuild(layout.description, seen), tensors, leaves)
+
+    def _learn(self, number: int) -> _Incoming:
+        description = trees.decode(self._port.description(number))
+        specs = tuple(trees.tensor_specs(description))
+        offsets = tuple(_core.pack([spec.bytes for spec in specs])[:-1])
+        if len(self._layouts) >= 2 * _MOST_LAYOUTS:
+            self._layouts.pop(next(iter(self._layouts)))
+        layout = self._layouts[number] = _Incoming(description, specs, offsets)
+        return layout

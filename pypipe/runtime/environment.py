@@ -1,0 +1,39 @@
+"""The environment variables that pypipe reads: this table, and nowhere else."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from pypipe.errors import ConfigurationError
+
+__all__ = ["VARIABLES", "Variable", "read"]
+
+
+class Variable(NamedTuple):
+    """One variable: its default (as text) and what it does."""
+
+    default: str
+    meaning: str
+
+
+VARIABLES: dict[str, Variable] = {
+    "PYPIPE_LINK": Variable(
+        "auto",
+        "Which link carries messages between two ranks: auto (shared memory between CPU stages of one host, else "
+        "c10d), shm, or c10d. If one rank says c10d, all of the pipeline use it.",
+    ),
+    "PYPIPE_ADDRESS": Variable(
+        "",
+        "The address at which this rank's control socket listens for ranks on other hosts. Default: the one that "
+        "this host uses to reach MASTER_ADDR.",
+    ),
+}
+
+
+def read(name: str, choices: tuple[str, ...] = ()) -> str:
+    """The variable's value, or its default. Raises ConfigurationError where it is none of `choices`."""
+    value = os.environ.get(name, VARIABLES[name].default)
+    if choices and value not in choices:
+        raise ConfigurationError(f"{name}={value!r}: it takes {', '.join(choices)}")
+    return value

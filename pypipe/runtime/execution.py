@@ -1,0 +1,241 @@
+"""One stage's part of a step: forward, backward, and what is kept between them.
+
+Memory is given back as early as the maths allows. After a forward, only the autograd nodes of its outputs are kept,
+not the outputs; after a backward, the slot of the received activation goes back, before the gradient is sent on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pypipe.errors import InputError
+from pypipe.runtime.batch import Batch, Share
+from pypipe.runtime.channels import ReceiveChannel, Received, SendChannel
+
+__all__ = ["StageExecution"]
+
+Loss = Callable[..., Any]
+
+
+class StageExecution:
+    """Runs the actions of one stage.
+
+    Args:
+        module: the stage's module.
+        where: how messages call this stage.
+        loss: on the last stage, the loss function, or None.
+        scale_grads: whether gradients are those of the mean over the batch (else of the sum over microbatches).
+        receive_forward, send_forward, receive_backward, send_backward: the channels to the neighbouring stages;
+            None where this stage is the first or the last.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        where: str,
+        *,
+        first: bool,
+        last: bool,
+        loss: Loss | None,
+        scale_grads: bool,
+        receive_forward: ReceiveChannel | None,
+        send_forward: SendChannel | None,
+        receive_backward: ReceiveChannel | None,
+        send_backward: SendChannel | None,
+    ) -> None:
+        self._module = module
+        self._where = where
+        self._first = first
+        self._last = last
+        self._loss = loss
+        self._scale_grads = scale_grads
+        self._receive_forward = receive_forward
+        self._send_forward = send_forward
+        self._receive_backward = receive_backward
+        self._send_backward = send_backward
+        self._weights: dict[tuple[Any, ...], Tensor] = {}
+        self.busy_seconds = 0.0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets everything of a step, also of one that failed."""
+        self._inputs: dict[int, Received] = {}
+        self._shares: dict[int, Share] = {}
+        self._outputs: dict[int, Any] = {}
+        self._nodes: dict[int, list[Any]] = {}
+        self._input_gradients: dict[int, list[Tensor | None]] = {}
+        self._loss_graphs: dict[int, Tensor] = {}
+        self._fresh: list[Tensor] = []
+        self.losses: dict[int, Tensor] = {}
+        self.results: dict[int, Any] = {}
+
+    def begin(self, batch: Batch, *, training: bool, keep_results: bool, with_loss: bool, loss_kwargs: Any) -> None:
+        """Starts a step."""
+        self.reset()
+        self._batch = batch
+        self._training = training
+        self._keep_results = keep_results and self._last
+        self._with_loss = with_loss and self._last
+        self._loss_kwargs: dict[str, Any] = loss_kwargs or {}
+        self.busy_seconds = 0.0
+        if training and self._receive_backward is not None:
+            self._fresh = [p for p in self._module.parameters() if p.requires_grad and p.grad is None]
+            self._fresh += batch.leaves
+
+    def forward(self, microbatch: int) -> None:
+        """F: waits for the input, runs the module, and on the last stage the loss."""
+        batch = self._batch
+        received: Received | None = None
+        if self._receive_forward is None:
+            share = batch.share(microbatch)
+            args = batch.args(microbatch)
+        else:
+            received = self._receive_forward.receive(microbatch, training=self._training)
+            share = Share(received.rows, received.batch_rows)
+            tree = received.tree
+            args = tuple(tree) if isinstance(tree, (tuple, list)) else (tree,)
+            received.tree = tree = None
+        self._shares[microbatch] = share
+        start = time.perf_counter()
+        output = self._module(*args, **batch.kwargs(microbatch, share))
+        del args
+        if self._last:
+            self._finish_forward(microbatch, share, output, received)
+        else:
+            if not self._training and received is not None:
+                output = _kept(output, received)
+            self._outputs[microbatch] = output
+        self.busy_seconds += time.perf_counter() - start
+        if received is not None:
+            if self._training:
+                self._inputs[microbatch] = received
+            else:
+                received.release()
+
+    def _finish_forward(self, microbatch: int, share: Share, output: Any, received: Received | None) -> None:
+        if self._with_loss:
+            assert self._loss is not None
+            loss = self._loss(output, self._batch.target(microbatch, share), **self._loss_kwargs)
+            self._check_loss(loss)
+            if self._training:
+                self._loss_graphs[microbatch] = loss
+            self.losses[microbatch] = _kept(loss.detach(), received)
+        if self._keep_results:
+            self.results[microbatch] = _kept(_detached(output), received)
+
+    def _check_loss(self, loss: Any) -> None:
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
+            raise InputError(
+                f"{self._where}: loss_fn returned a value of {what}; it must return a tensor with one element "
+                "(for example a mean)"
+            )
+        if self._training and not loss.requires_grad:
+            raise InputError(
+                f"{self._where}: the loss depends on nothing that requires a gradient: unfreeze a parameter, look for "
+                "a detach() or no_grad() on the way to the loss, or call eval()"
+            )
+
+    def send_forward(self, microbatch: int) -> None:
+        """SEND_F: sends the output on and keeps only its autograd nodes."""
+        assert self._send_forward is not None
+        share = self._shares.pop(microbatch)
+        tensors = self._send_forward.send(self._outputs.pop(microbatch), microbatch, share.rows, share.batch_rows)
+        if self._training:
+            self._nodes[microbatch] = [
+                torch.autograd.graph.get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad
+            ]
+
+    def backward(self, microbatch: int) -> None:
+        """B: waits for the output's gradients, runs backward, and gives the input's slot back."""
+        received: Received | None = None
+        roots: list[Any]
+        gradients: list[Tensor]
+        if self._receive_backward is None:
+            loss = self._loss_graphs.pop(microbatch)
+            roots, gradients = [loss], [self._weight(microbatch, loss)]
+            del loss
+        else:
+            received = self._receive_backward.receive(microbatch, training=False)
+            pairs = zip(self._nodes.pop(microbatch), received.tree, strict=True)
+            present = [(node, gradient) for node, gradient in pairs if gradient is not None]
+            roots = [node for node, _ in present]
+            gradients = [gradient for _, gradient in present]
+            del present
+        inputs = self._inputs.pop(microbatch, None)
+        start = time.perf_counter()
+        if roots:
+            _run_backward(roots, gradients)
+        del roots, gradients
+        if self._fresh and received is not None:
+            self._own_fresh_gradients(received)
+        if self._send_backward is not None and inputs is not None:
+            self._input_gradients[microbatch] = [
+                None if leaf.grad is None else _kept(_kept(leaf.grad, inputs), received) for leaf in inputs.leaves
+            ]
+        self.busy_seconds += time.perf_counter() - start
+        if inputs is not None:
+            inputs.leaves = []
+            inputs.release()
+        if received is not None:
+            received.release()
+
+    def send_backward(self, microbatch: int) -> None:
+        """SEND_B: sends the input's gradients back; None where there is none."""
+        assert self._send_backward is not None
+        self._send_backward.send(self._input_gradients.pop(microbatch), microbatch, 0, 0)
+
+    def finish(self) -> None:
+        """Ends a step, after the last action."""
+        if self._training:
+            self._batch.finish()
+        del self._batch
+
+    def _weight(self, microbatch: int, loss: Tensor) -> Tensor:
+        """What backward starts from: the microbatch's weight in the batch's loss."""
+        weight = self._batch.weight(microbatch, self._shares.pop(microbatch)) if self._scale_grads else 1.0
+        key = (weight, loss.dtype, loss.device, loss.shape)
+        found = self._weights.get(key)
+        if found is None:
+            if len(self._weights) >= 64:
+                self._weights.clear()
+            found = self._weights[key] = torch.full_like(loss, weight, requires_grad=False)
+        return found
+
+    def _own_fresh_gradients(self, received: Received) -> None:
+        """Autograd may make a view of the received gradient some tensor's `.grad`; the slot's memory is only lent."""
+        for tensor in self._fresh:
+            if tensor.grad is not None and received.holds(tensor.grad):
+                tensor.grad = tensor.grad.clone()
+        self._fresh = [tensor for tensor in self._fresh if tensor.grad is None]
+
+
+def _run_backward(roots: list[Any], gradients: list[Tensor]) -> None:
+    device = gradients[0].device.type
+    if torch.is_autocast_enabled(device):
+        # As for loss.backward() after the autocast region: each operation runs in the dtype of its forward.
+        with torch.autocast(device, enabled=False):
+            torch.autograd.backward(roots, gradients)
+    else:
+        torch.autograd.backward(roots, gradients)
+
+
+def _detached(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return tree.detach()
+    return pytree.tree_map_only(Tensor, Tensor.detach, tree)
+
+
+def _kept(tree: Any, received: Received | None) -> Any:
+    """`tree`, with copies of the tensors that lie in a slot that is about to be given back."""
+    if received is None:
+        return tree
+    if isinstance(tree, Tensor):
+        return tree.detach().clone() if received.holds(tree) else tree
+    return pytree.tree_map_only(Tensor, lambda tensor: _kept(tensor, received), tree)

@@ -1,0 +1,268 @@
+"""Cutting a batch into microbatches, and putting outputs together again.
+
+Sizes are those of torch.tensor_split: a batch of N rows makes M microbatches of N // M rows, the first N % M of them
+one row longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pypipe.errors import InputError
+
+__all__ = ["Reduce", "Replicate", "TensorChunkSpec", "length", "merge", "sizes", "split"]
+
+
+class TensorChunkSpec:
+    """Cut a tensor (or join outputs) along one dimension.
+
+    Args:
+        split_dim: the dimension; negative ones count from the end.
+    """
+
+    def __init__(self, split_dim: int) -> None:
+        self.split_dim = split_dim
+
+    def __repr__(self) -> str:
+        return f"TensorChunkSpec({self.split_dim})"
+
+    @staticmethod
+    def from_tuple(chunk_dims: tuple[int, ...]) -> tuple[TensorChunkSpec, ...]:
+        """One spec for each positional argument."""
+        return tuple(TensorChunkSpec(dim) for dim in chunk_dims)
+
+    @staticmethod
+    def from_dict(chunk_dims: dict[str, int]) -> dict[str, TensorChunkSpec]:
+        """One spec for each keyword argument."""
+        return {name: TensorChunkSpec(dim) for name, dim in chunk_dims.items()}
+
+
+class Replicate:
+    """Give every microbatch the whole value; of outputs, take the last microbatch's."""
+
+    def __repr__(self) -> str:
+        return "Replicate()"
+
+
+class Reduce:
+    """Join outputs by folding them, microbatch by microbatch.
+
+    Args:
+        init_value: what to start from.
+        reduce_fn: called with what there is so far and the next microbatch's value.
+    """
+
+    def __init__(self, init_value: Any, reduce_fn: Callable[[Any, Any], Any]) -> None:
+        self.init_value = init_value
+        self.reduce_fn = reduce_fn
+
+
+def sizes(rows: int, n_microbatches: int) -> list[int]:
+    """Rows of each microbatch: torch.tensor_split's."""
+    share, longer = divmod(rows, n_microbatches)
+    return [share + 1] * longer + [share] * (n_microbatches - longer)
+
+
+class _Leaf:
+    """One value of a tree that is to be cut: the dimension, or None where every microbatch gets all of it."""
+
+    __slots__ = ("dim", "path", "value")
+
+    def __init__(self, value: Any, dim: int | None, path: str) -> None:
+        self.value = value
+        self.dim = dim
+        self.path = path
+
+    @property
+    def rows(self) -> int:
+        assert self.dim is not None
+        return int(self.value.shape[self.dim])
+
+
+def _is_replicate(spec: Any) -> bool:
+    # torch.distributed.pipelining's own class is private, but scripts that use it should keep working.
+    return isinstance(spec, Replicate) or type(spec).__name__ == "_Replicate"
+
+
+def _dimension(spec: Any, tensor: Tensor, path: str) -> int | None:
+    if spec is None:
+        return 0 if tensor.dim() > 0 else None
+    if _is_replicate(spec):
+        return None
+    dim = spec if isinstance(spec, int) else getattr(spec, "split_dim", None)
+    if not isinstance(dim, int):
+        raise InputError(f"the chunk spec of {path} is {spec!r}: use TensorChunkSpec(dim), Replicate() or None")
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise InputError(
+            f"{path} has {tensor.dim()} dimensions (shape {tuple(tensor.shape)}), so it cannot be cut along "
+            f"dimension {dim}: change its chunk spec"
+        )
+    return dim % tensor.dim()
+
+
+def _leaves(tree: Any, spec: Any, path: str) -> tuple[list[_Leaf], pytree.TreeSpec]:
+    """Flattens `tree`; `spec` is a tree of the same shape, or a prefix of it, or None."""
+    paths, structure = pytree.tree_flatten_with_path(tree)
+    specs = _broadcast(spec, tree, path)
+    leaves = []
+    for (where, value), its_spec in zip(paths, specs, strict=True):
+        name = path + pytree.keystr(where)
+        dim = _dimension(its_spec, value, name) if isinstance(value, Tensor) else None
+        leaves.append(_Leaf(value, dim, name))
+    return leaves, structure
+
+
+def _broadcast(spec: Any, tree: Any, path: str) -> list[Any]:
+    """One spec for each leaf of `tree`."""
+    if spec is None or isinstance(spec, int) or hasattr(spec, "split_dim") or _is_replicate(spec):
+        return [spec] * len(pytree.tree_leaves(tree))
+    if isinstance(tree, dict) and isinstance(spec, dict):
+        unknown = [key for key in spec if key not in tree]
+        if unknown:
+            raise InputError(f"there is a chunk spec for {path}[{unknown[0]!r}], but no such argument was given")
+        return [leaf for key in tree for leaf in _broadcast(spec.get(key), tree[key], f"{path}[{key!r}]")]
+    if isinstance(tree, (tuple, list)) and isinstance(spec, (tuple, list)):
+        if len(spec) != len(tree):
+            raise InputError(f"there are {len(spec)} chunk specs for {path}, which has {len(tree)} values")
+        return [
+            leaf
+            for i, (part, value) in enumerate(zip(spec, tree, strict=True))
+            for leaf in _broadcast(part, value, f"{path}[{i}]")
+        ]
+    raise InputError(f"the chunk spec {spec!r} does not fit {path}, a {type(tree).__name__}")
+
+
+def length(tree: Any, spec: Any, name: str) -> int:
+    """Rows of a batch: the length of every tensor of `tree` along the dimension that it is cut along.
+
+    Args:
+        tree: arguments of any nesting.
+        spec: chunk specs of the same nesting, or a prefix of it, or None (dimension 0).
+        name: how messages call it.
+
+    Returns:
+        The rows, or 0 where no tensor is cut.
+
+    Raises:
+        InputError: lengths differ, or a spec does not fit.
+    """
+    return _common_length(_leaves(tree, spec, name)[0])
+
+
+def _common_length(leaves: Sequence[_Leaf]) -> int:
+    rows = 0
+    first: _Leaf | None = None
+    for leaf in leaves:
+        if leaf.dim is None:
+            continue
+        if first is not None and leaf.rows != rows:
+            raise InputError(
+                f"{first.path} has {rows} rows (shape {tuple(first.value.shape)}), {leaf.path} has {leaf.rows} "
+                f"(shape {tuple(leaf.value.shape)}): tensors of one batch have one length. One that is not cut "
+                "along the batch gets Replicate() in args_chunk_spec or kwargs_chunk_spec"
+            )
+        rows, first = leaf.rows, first or leaf
+    return rows
+
+
+def split(
+    tree: Any, spec: Any, n_microbatches: int, name: str, *, batch_rows: int = 0, scaled: bool = False
+) -> list[Any]:
+    """Cuts a tree of tensors and other values into one tree for each microbatch.
+
+    Args:
+        tree: arguments, keyword arguments or a target, of any nesting; tensors are cut, the rest is given to all.
+        spec: chunk specs, as for length().
+        n_microbatches: M.
+        name: how messages call it.
+        batch_rows: rows of the batch where the first stage has told; 0: the tree's own length counts.
+        scaled: whether a length that is a multiple of `batch_rows` is cut in proportion (a flattened target).
+
+    Raises:
+        InputError: fewer rows than microbatches, lengths that differ, or a spec that does not fit.
+    """
+    leaves, structure = _leaves(tree, spec, name)
+    rows = _common_length(leaves)
+    if not any(leaf.dim is not None for leaf in leaves):
+        return [tree] * n_microbatches
+    batch_rows = batch_rows or rows
+    if rows != batch_rows and not (scaled and batch_rows and rows % batch_rows == 0 and rows > 0):
+        raise InputError(
+            f"{name} has {rows} rows, but the batch that the first stage got has {batch_rows}: give each rank the "
+            "same batch. A tensor that is not cut along the batch gets Replicate() in its chunk spec"
+        )
+    if batch_rows < n_microbatches:
+        raise InputError(
+            f"{name} has {batch_rows} rows, too few for {n_microbatches} microbatches: "
+            f"build the schedule with n_microbatches <= {max(batch_rows, 1)}, or give a larger batch"
+        )
+    scale = rows // batch_rows
+    cuts = [size * scale for size in sizes(batch_rows, n_microbatches)]
+    columns = [[leaf.value] * n_microbatches if leaf.dim is None else _cut(leaf.value, cuts, leaf.dim) for leaf in leaves]
+    return [pytree.tree_unflatten(list(chunk), structure) for chunk in zip(*columns, strict=True)]
+
+
+def _cut(tensor: Tensor, cuts: list[int], dim: int) -> list[Tensor]:
+    if not tensor.requires_grad:
+        # Views of one batch share a version and, once changed in place, a graph; microbatches must not.
+        return [chunk.detach() for chunk in torch.split(tensor, cuts, dim)]
+    starts = [sum(cuts[:i]) for i in range(len(cuts))]
+    return [tensor.narrow(dim, start, size) for start, size in zip(starts, cuts, strict=True)]
+
+
+def merge(outputs: Sequence[Any], spec: Any) -> Any:
+    """Puts the outputs of all microbatches together: tensors along dimension 0, 0-d tensors into one vector.
+
+    Args:
+        outputs: one tree for each microbatch.
+        spec: a tree of TensorChunkSpec, Replicate or Reduce, of the outputs' nesting or a prefix of it, or None.
+
+    Raises:
+        InputError: the outputs' trees differ, or the spec does not fit.
+    """
+    flat = [pytree.tree_flatten(output) for output in outputs]
+    structure = flat[0][1]
+    for microbatch, (_, other) in enumerate(flat):
+        if other != structure:
+            raise InputError(
+                f"the outputs of microbatches 0 and {microbatch} differ in structure ({structure} and {other}), so they "
+                "cannot be merged: pass return_outputs=False and use the losses"
+            )
+    merged = [
+        _merge_leaf([values[i] for values, _ in flat], its_spec)
+        for i, its_spec in enumerate(_broadcast_merge(spec, outputs[0]))
+    ]
+    return pytree.tree_unflatten(merged, structure)
+
+
+def _broadcast_merge(spec: Any, output: Any) -> list[Any]:
+    if hasattr(spec, "reduce_fn"):
+        return [spec] * len(pytree.tree_leaves(output))
+    if isinstance(output, dict) and isinstance(spec, dict):
+        return [leaf for key in output for leaf in _broadcast_merge(spec.get(key), output[key])]
+    if isinstance(output, (tuple, list)) and isinstance(spec, (tuple, list)) and len(spec) == len(output):
+        return [
+            leaf
+            for part, value in zip(spec, output, strict=True)
+            for leaf in _broadcast_merge(part, value)
+        ]
+    if isinstance(spec, (tuple, list)) and len(spec) == 1 and isinstance(output, Tensor):
+        return list(spec)  # torch's classes take a tuple also for a stage that returns one tensor
+    return _broadcast(spec, output, "the output")
+
+
+def _merge_leaf(values: list[Any], spec: Any) -> Any:
+    if hasattr(spec, "reduce_fn"):
+        total = spec.init_value
+        for value in values:
+            total = spec.reduce_fn(total, value)
+        return total
+    if _is_replicate(spec) or not isinstance(values[0], Tensor):
+        return values[-1]
+    dim = 0 if spec is None else spec if isinstance(spec, int) else spec.split_dim
+    return torch.stack(values) if values[0].dim() == 0 else torch.cat(values, dim)

@@ -1,0 +1,165 @@
+"""How the ranks of a pipeline meet: they compare what each of them was built with, then connect.
+
+Every rank writes a card into the store and reads all the others. What must be equal is compared on every rank, so
+that every rank raises the same error, and none is left waiting.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pypipe import _core
+from pypipe.errors import ConfigurationError, PipelineTimeout
+from pypipe.runtime import environment
+from pypipe.runtime.handshake import Address, Listener, connect
+from pypipe.runtime.world import World, host_identity
+
+__all__ = ["Card", "Meeting", "meet", "refuse"]
+
+Card = dict[str, Any]
+
+_FIRST_POLL_SECONDS = 0.001
+_LONGEST_POLL_SECONDS = 0.05
+
+
+@dataclass
+class Meeting:
+    """What came of it: every rank's card, and the hub of this rank's control sockets."""
+
+    cards: Sequence[Card]
+    hub: _core.Hub
+
+    def same_host(self, peer: int) -> bool:
+        """Whether shared memory reaches that rank."""
+        return bool(self.cards[peer]["host"] == self.cards[self.hub.rank]["host"])
+
+
+def refuse(world: World, reason: str) -> None:
+    """Tells the others, who may wait for this rank at the next meeting, that it cannot be built."""
+    if world.store is not None:
+        world.store.set(f"{world.next_meeting()}/refused", json.dumps({"rank": world.rank, "reason": reason}))
+
+
+def _read_all(world: World, prefix: str, keys: Mapping[int, str], deadline: float) -> dict[int, str]:
+    """The values of these keys (by rank), as soon as each is there."""
+    values: dict[int, str] = {}
+    pause = _FIRST_POLL_SECONDS
+    refused = f"{prefix}/refused"
+    while True:
+        for rank, key in keys.items():
+            if rank not in values and world.store.check([key]):
+                values[rank] = world.store.get(key).decode()
+        if len(values) == len(keys):
+            return values
+        if world.store.check([refused]):
+            refusal = json.loads(world.store.get(refused))
+            raise ConfigurationError(
+                f"rank {refusal['rank']} could not build its part of the pipeline: {refusal['reason']}"
+            )
+        if time.monotonic() >= deadline:
+            missing = ", ".join(str(rank) for rank in keys if rank not in values)
+            raise PipelineTimeout(
+                f"rank {world.rank} waited for rank {missing} to start the same pipeline: every rank of the group "
+                "must build its schedule and call step() or eval()"
+            )
+        time.sleep(pause)
+        pause = min(pause * 1.5, _LONGEST_POLL_SECONDS)
+
+
+def _listening_address() -> str:
+    """The address by which ranks on other hosts reach this one; never a wildcard."""
+    chosen = environment.read("PYPIPE_ADDRESS")
+    if chosen:
+        return chosen
+    master = os.environ.get("MASTER_ADDR", "")
+    if master:
+        # Connecting a datagram socket sends nothing: it only asks the routing table.
+        for family, kind, protocol, _, where in socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM):
+            try:
+                with socket.socket(family, kind, protocol) as probe:
+                    probe.connect(where)
+                    return str(probe.getsockname()[0])
+            except OSError:
+                continue
+    return socket.gethostbyname(socket.gethostname())
+
+
+def meet(
+    world: World,
+    card: Card,
+    compare: Callable[[Sequence[Card]], None],
+    neighbours: Iterable[int],
+    timeout: float,
+) -> Meeting:
+    """Meets the other ranks of the pipeline.
+
+    Args:
+        world: the ranks.
+        card: what this rank was built with (JSON values).
+        compare: looks at all cards and raises ConfigurationError where they do not fit together; it must come to
+            the same result on every rank.
+        neighbours: the ranks that this one exchanges messages with.
+        timeout: seconds.
+
+    Raises:
+        ConfigurationError: a rank refused, or the cards do not fit together.
+        PipelineTimeout: a rank did not come, or could not be connected to.
+    """
+    deadline = time.monotonic() + timeout
+    card = {**card, "host": host_identity()}
+    prefix = world.next_meeting()
+    cards: list[Card] = [card]
+    secret = b""
+    if world.size > 1:
+        if world.rank == 0:
+            world.store.set(f"{prefix}/secret", secrets.token_hex(32))
+        world.store.set(f"{prefix}/card/{world.rank}", json.dumps(card))
+        texts = _read_all(world, prefix, {r: f"{prefix}/card/{r}" for r in range(world.size)}, deadline)
+        cards = [json.loads(texts[rank]) for rank in range(world.size)]
+    compare(cards)
+    hub = _core.Hub(world.rank)
+    try:
+        peers = sorted(set(neighbours))
+        if peers:
+            secret = bytes.fromhex(_read_all(world, prefix, {0: f"{prefix}/secret"}, deadline)[0])
+            _connect(world, prefix, cards, peers, secret, hub, deadline)
+        hub.start()
+        return Meeting(cards, hub)
+    except BaseException:
+        hub.close()
+        raise
+
+
+def _connect(
+    world: World, prefix: str, cards: Sequence[Card], peers: Sequence[int], secret: bytes, hub: _core.Hub, deadline: float
+) -> None:
+    me = world.rank
+    host = cards[me]["host"]
+    above = {peer for peer in peers if peer > me}
+    near = {peer for peer in above if cards[peer]["host"] == host}
+    listeners: list[tuple[Listener, set[int]]] = []
+    try:
+        # One listener for each way in which peers come; the key tells a peer which is meant for it.
+        for kind, expected in (("unix", near), ("tcp", above - near)):
+            if expected:
+                listener = Listener(me, "unix" if kind == "unix" else _listening_address())
+                listeners.append((listener, expected))
+                world.store.set(f"{prefix}/{kind}/{me}", json.dumps(listener.address))
+        for peer in (peer for peer in peers if peer < me):
+            key = f"{prefix}/{'unix' if cards[peer]['host'] == host else 'tcp'}/{peer}"
+            where = json.loads(_read_all(world, prefix, {peer: key}, deadline)[peer])
+            address: Address = where if isinstance(where, str) else (str(where[0]), int(where[1]))
+            hub.add_peer(peer, connect(me, peer, address, secret, deadline).detach())
+        for listener, expected in listeners:
+            for peer, connection in listener.accept(expected, secret, deadline).items():
+                hub.add_peer(peer, connection.detach())
+    finally:
+        for listener, _ in listeners:
+            listener.close()

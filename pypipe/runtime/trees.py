@@ -1,0 +1,238 @@
+"""Trees of values that cross a stage boundary: what they look like, as plain data, and how to rebuild them.
+
+A *description* is nested tuples of JSON values. It is hashable (a channel looks up its layout by it), it travels as
+JSON, and nothing in it is ever executed. The first element of each tuple says what it is::
+
+    ("T", dtype, shape, strides or None, requires_grad)   a tensor; None: contiguous
+    ("same", n)                                            the n-th tensor once more
+    ("none",) ("bool", b) ("int", i) ("float", hex) ("complex", hex, hex) ("str", s) ("dtype", name)
+    ("tuple", items) ("list", items) ("size", ints) ("dict", ((key, value), ...))
+
+Floats travel as hexadecimal text: exact, and NaN and -0.0 are themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pypipe.errors import LayoutError, MismatchError
+
+__all__ = ["Description", "TensorSpec", "decode", "describe", "encode", "rebuild", "tensor_specs"]
+
+Description = tuple[Any, ...]
+
+_DTYPES: dict[str, torch.dtype] = {
+    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
+_NAMES: dict[torch.dtype, str] = {value: name for name, value in _DTYPES.items()}
+_MOST_DEPTH = 64
+
+
+class TensorSpec(NamedTuple):
+    """One tensor of a layout."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    requires_grad: bool
+    count: int  # elements
+    bytes: int
+
+
+def describe(tree: Any, tensors: list[Tensor]) -> Description:
+    """Describes `tree` and appends its tensors, each once, to `tensors`.
+
+    Raises:
+        LayoutError: for a value that cannot be sent; the message names its place in the tree.
+    """
+    if type(tree) is Tensor:  # the common case of one tensor, without bookkeeping
+        tensors.append(tree)
+        return _describe_tensor(tree, ())
+    return _describe(tree, tensors, {}, ())
+
+
+def _describe(tree: Any, tensors: list[Tensor], seen: dict[int, int], path: tuple[Any, ...]) -> Description:
+    kind = type(tree)
+    if isinstance(tree, Tensor):
+        number = seen.get(id(tree))
+        if number is not None:
+            return ("same", number)
+        seen[id(tree)] = len(tensors)
+        tensors.append(tree)
+        return _describe_tensor(tree, path)
+    if len(path) > _MOST_DEPTH:
+        raise LayoutError(f"output{_place(path[:3])}...: nested more than {_MOST_DEPTH} deep (a cycle?)")
+    if kind is tuple or kind is list:
+        items = tuple(_describe(item, tensors, seen, (*path, i)) for i, item in enumerate(tree))
+        return (kind.__name__, items)
+    if kind is dict:
+        pairs = tuple(
+            (_describe(key, tensors, seen, (*path, key)), _describe(value, tensors, seen, (*path, key)))
+            for key, value in tree.items()
+        )
+        return ("dict", pairs)
+    scalar = _SCALARS.get(kind)
+    if scalar is not None:
+        return scalar(tree)
+    raise LayoutError(
+        f"output{_place(path)} is a {kind.__module__}.{kind.__qualname__}, which cannot be sent to the next stage. "
+        "A stage may return tensors, numbers, strings and None, nested in tuples, lists and dicts"
+        + (": return dict(...) of it instead" if isinstance(tree, dict) else "")
+        + (": return tuple(...) of it instead" if isinstance(tree, tuple) else "")
+        + "."
+    )
+
+
+_SCALARS: dict[type, Callable[[Any], Description]] = {
+    type(None): lambda value: ("none",),
+    bool: lambda value: ("bool", value),
+    int: lambda value: ("int", value),
+    float: lambda value: ("float", value.hex()),
+    complex: lambda value: ("complex", value.real.hex(), value.imag.hex()),
+    str: lambda value: ("str", value),
+    torch.Size: lambda value: ("size", tuple(value)),
+    torch.dtype: lambda value: ("dtype", _NAMES[value]),
+}
+
+
+def _place(path: Sequence[Any]) -> str:
+    return "".join(f"[{part!r}]" for part in path)
+
+
+def _describe_tensor(tensor: Tensor, path: tuple[Any, ...]) -> Description:
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
+        what = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise LayoutError(
+            f"output{_place(path)} is a {'meta' if tensor.is_meta else what} tensor of shape {tuple(tensor.shape)}; "
+            "only dense (strided) tensors can be sent to the next stage: convert it, for example with to_dense()."
+        )
+    if hasattr(tensor, "__tensor_flatten__"):
+        raise LayoutError(
+            f"output{_place(path)} is a {type(tensor).__name__}, a tensor that wraps other tensors; "
+            "send what it holds instead, for example DTensor.to_local()."
+        )
+    shape = tuple(tensor.shape)
+    strides = None if tensor.is_contiguous() else _dense_strides(tensor)
+    return ("T", _NAMES[tensor.dtype], shape, strides, tensor.requires_grad)
+
+
+def _dense_strides(tensor: Tensor) -> tuple[int, ...] | None:
+    """The strides with which a non-contiguous tensor arrives: its own, made dense, in the same order of dimensions.
+
+    A permuted tensor (channels_last, a transpose) keeps its strides, so view() fails or works downstream as it does
+    without a pipeline. One with gaps or overlaps arrives as clone() would make it.
+    """
+    strides = tuple(tensor.stride())
+    if is_dense(tuple(tensor.shape), strides):
+        return strides
+    clone = torch.empty_like(tensor, device="meta")
+    return None if clone.is_contiguous() else tuple(clone.stride())
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements fill one block of memory without gaps or overlaps."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def as_sent(tensor: Tensor, strides: tuple[int, ...] | None) -> Tensor:
+    """`tensor` itself where its memory is what the description says, else a copy that is. No autograd."""
+    if tensor.is_complex() and tensor.is_conj():
+        tensor = tensor.detach().resolve_conj()
+    if tensor.is_neg():
+        tensor = tensor.detach().resolve_neg()
+    if strides is None:
+        return tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+    if tuple(tensor.stride()) == strides:
+        return tensor
+    copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor.detach())
+
+
+def encode(description: Description) -> str:
+    """The description as JSON text."""
+    return json.dumps(description, separators=(",", ":"))
+
+
+def decode(text: str) -> Description:
+    """The description that `text` holds. Raises MismatchError where it is none."""
+    try:
+        return _tupled(json.loads(text))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise MismatchError(f"a peer sent a layout that cannot be read: {error}") from error
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(_tupled(item) for item in value) if isinstance(value, list) else value
+
+
+def tensor_specs(description: Description) -> list[TensorSpec]:
+    """The tensors of a description, in the order in which they are packed. Raises MismatchError on nonsense."""
+    specs: list[TensorSpec] = []
+    _collect(description, specs)
+    return specs
+
+
+def _collect(description: Description, specs: list[TensorSpec]) -> None:
+    tag = description[0]
+    if tag == "T":
+        _, name, shape, strides, requires_grad = description
+        dtype = _DTYPES.get(name)
+        if dtype is None:
+            raise MismatchError(f"a peer sent dtype {name!r}, which torch {torch.__version__} here does not have")
+        if any(size < 0 for size in shape) or (strides is not None and not is_dense(shape, strides)):
+            raise MismatchError(f"a peer sent an impossible tensor: shape {shape}, strides {strides}")
+        count = math.prod(shape)
+        specs.append(TensorSpec(dtype, shape, strides, requires_grad, count, count * dtype.itemsize))
+    elif tag in ("tuple", "list"):
+        for item in description[1]:
+            _collect(item, specs)
+    elif tag == "dict":
+        for key, value in description[1]:
+            _collect(key, specs)
+            _collect(value, specs)
+
+
+def rebuild(description: Description, tensors: Sequence[Tensor]) -> Any:
+    """The tree that `description` describes, with these tensors in it."""
+    position = iter(tensors)
+    return _rebuild(description, position, tensors)
+
+
+def _rebuild(description: Description, position: Any, tensors: Sequence[Tensor]) -> Any:
+    tag = description[0]
+    if tag == "T":
+        return next(position)
+    if tag == "same":
+        return tensors[description[1]]
+    if tag == "list":
+        return [_rebuild(item, position, tensors) for item in description[1]]
+    if tag == "tuple":
+        return tuple([_rebuild(item, position, tensors) for item in description[1]])
+    if tag == "dict":
+        return {
+            _rebuild(key, position, tensors): _rebuild(value, position, tensors) for key, value in description[1]
+        }
+    if tag == "none":
+        return None
+    if tag in ("bool", "int", "str"):
+        return description[1]
+    if tag == "float":
+        return float.fromhex(description[1])
+    if tag == "complex":
+        return complex(float.fromhex(description[1]), float.fromhex(description[2]))
+    if tag == "size":
+        return torch.Size(description[1])
+    if tag == "dtype":
+        return _DTYPES[description[1]]
+    raise MismatchError(f"a peer sent a value of unknown kind {tag!r}")

@@ -1,0 +1,91 @@
+"""Which ranks form a pipeline, and the store through which they first meet."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from pypipe.errors import ConfigurationError
+
+__all__ = ["World", "find_world", "host_identity"]
+
+_environment_store: Any = None  # one per process: the rendezvous of torchrun's environment happens once
+_meetings: dict[str, int] = {}  # how often each set of ranks has met; all ranks of a set count alike
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of one pipeline.
+
+    Attributes:
+        rank, size: this process's place among them.
+        store: a torch.distributed store that all of them reach; None where size is 1.
+        group: their process group, where there is one.
+        name: the same on all of them, and on no other set of ranks.
+    """
+
+    rank: int
+    size: int
+    store: Any
+    group: Any
+    name: str
+
+    def meetings(self) -> int:
+        """How often this set of ranks has met, less one."""
+        return _meetings.get(self.name, -1)
+
+    def next_meeting(self) -> str:
+        """A name for this set of ranks' next meeting. Every rank calls it in the same order, so they agree."""
+        count = _meetings[self.name] = _meetings.get(self.name, -1) + 1
+        return f"pypipe/{self.name}/{count}"
+
+
+def find_world(group: Any = None) -> World:
+    """The ranks of `group`; else of the default process group; else of torchrun's environment; else this one.
+
+    Raises:
+        ConfigurationError: this process is no member of `group`, or the environment is incomplete.
+    """
+    if group is not None or (dist.is_available() and dist.is_initialized()):
+        rank = dist.get_rank(group)
+        if rank < 0:
+            raise ConfigurationError(
+                f"this process (global rank {dist.get_rank()}) is not in the group that was given to PipelineStage"
+            )
+        members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        text = ",".join(map(str, members))
+        name = f"ranks-{text}" if len(text) < 64 else f"ranks-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+        store = dist.distributed_c10d._get_default_store() if len(members) > 1 else None
+        return World(rank, len(members), store, group if group is not None else dist.group.WORLD, name)
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        return World(0, 1, None, None, "alone")
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ConfigurationError(
+            f"WORLD_SIZE is {size}, but {', '.join(missing)} is not set: start the script with torchrun, or call "
+            "torch.distributed.init_process_group() first"
+        )
+    global _environment_store
+    if _environment_store is None:
+        _environment_store, _, _ = next(dist.rendezvous("env://"))
+    return World(int(os.environ["RANK"]), size, _environment_store, None, "environment")
+
+
+def host_identity() -> str:
+    """What two processes share exactly when abstract Unix sockets connect them: a kernel and a network namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = socket.gethostname()
+    try:
+        network = os.readlink("/proc/self/ns/net")
+    except OSError:
+        network = ""
+    return f"{boot}/{network}"

@@ -1,0 +1,87 @@
+"""The wrapper around one stage of a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from pypipe.errors import ConfigurationError
+from pypipe.runtime.rendezvous import refuse
+from pypipe.runtime.world import find_world
+
+__all__ = ["PipelineStage"]
+
+
+class PipelineStage:
+    """One contiguous piece of a model, on one device of one rank.
+
+    What crosses the boundaries between stages is found out as it happens: any nesting of tuples, lists and dicts of
+    tensors, numbers, strings and None, of any shape and dtype, other shapes at any microbatch. What one stage returns
+    is what the next stage's forward() is called with (a tuple or list as positional arguments).
+
+    Args:
+        submodule: the module that computes this stage.
+        stage_index: which stage it is, from 0.
+        num_stages: how many stages the model has.
+        device: where the module lives, for example torch.device("cpu").
+        input_args, output_args, output_grads, input_grads: taken for compatibility with torch.distributed.pipelining
+            and not needed: shapes are agreed when the first message is sent, without a trial run.
+        group: the ranks of this pipeline. Default: the default process group, else torchrun's environment.
+
+    Raises:
+        ConfigurationError: an argument is out of range, or this process is not in the group.
+    """
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device | str | None = None,
+        input_args: Any = None,
+        output_args: Any = None,
+        output_grads: Any = None,
+        input_grads: Any = None,
+        group: Any = None,
+    ) -> None:
+        world = find_world(group)
+        where = f"rank {world.rank}"
+        problem = None
+        if not isinstance(submodule, nn.Module):
+            problem = f"{where}: a stage wraps a torch.nn.Module, not a {type(submodule).__name__}"
+        elif not isinstance(num_stages, int) or num_stages < 1:
+            problem = f"{where}: num_stages is {num_stages!r}; a pipeline has 1 stage or more"
+        elif not isinstance(stage_index, int) or not 0 <= stage_index < num_stages:
+            problem = (
+                f"{where}: stage_index is {stage_index!r}, but with num_stages={num_stages} stages are numbered "
+                f"0..{num_stages - 1}"
+            )
+        if problem:
+            refuse(world, problem)
+            raise ConfigurationError(problem)
+        self.submod = submodule
+        self.stage_index = stage_index
+        self.num_stages = num_stages
+        self.device = torch.device(device) if device is not None else _device_of(submodule)
+        self.group = group
+        self.world = world
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this stage takes the batch itself."""
+        return self.stage_index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage's output goes to the loss."""
+        return self.stage_index == self.num_stages - 1
+
+    def __repr__(self) -> str:
+        return f"PipelineStage({self.stage_index} of {self.num_stages}, {self.submod.__class__.__name__}, {self.device})"
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    parameter = next(module.parameters(), None)
+    return parameter.device if parameter is not None else torch.device("cpu")
