@@ -115,10 +115,11 @@ class _Bar:
         self._tasks: dict[str, TaskID] = {}
         self._progress = Progress(
             TextColumn("{task.description:11}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TextColumn("{task.fields[figures]}"),
             console=Console(stderr=True),
+            expand=True,
             disable=not (wanted and sys.stderr is not None and sys.stderr.isatty()),
         )
 

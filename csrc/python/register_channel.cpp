@@ -107,6 +107,7 @@ void register_channel(py::module_& module) {
       .def_property_readonly("layout", [](const Message& message) { return message.arrival.envelope.layout; })
       .def_property_readonly("rows", [](const Message& message) { return message.arrival.envelope.rows; })
       .def_property_readonly("batch_rows", [](const Message& message) { return message.arrival.envelope.batch_rows; })
+      .def_property_readonly("bytes", [](const Message& message) { return message.arrival.slot.bytes; })
       .def_property_readonly("pointer", [](const Message& message) {
         return reinterpret_cast<std::uintptr_t>(message.arrival.slot.data);
       });
@@ -156,7 +157,8 @@ void register_channel(py::module_& module) {
           [](LayoutBook& book, std::uint32_t layout, const Patience& patience) {
             return book.find(layout, patience).description;
           },
-          arg("layout"), arg("patience"), Released());
+          arg("layout"), arg("patience"), Released())
+      .def_property_readonly("received", &LayoutBook::received);
 }
 
 }  // namespace pypipe::python
