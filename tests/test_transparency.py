@@ -1,0 +1,36 @@
+"""A pipelined model computes what the model computes: outputs, losses, gradients, and the state after training."""
+
+from __future__ import annotations
+
+import pytest
+import transparency
+from rank_pool import RankPool
+
+SCHEDULES = ["ScheduleGPipe", "Schedule1F1B"]
+
+
+def _check(ranks: RankPool, size: int, cases: list[tuple[str, str, int, int, bool]]) -> None:
+    found = [text for texts in ranks.run(size, transparency.compare_many, cases) for text in texts]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("model", ["mlp", "gpt", "mixed", "identities"])
+def test_pipelined_training_equals_unpipelined_training(
+    ranks: RankPool, schedule: str, size: int, model: str
+) -> None:
+    cases = []
+    for n_microbatches in sorted({1, 2, 3, size, 2 * size, 2 * size + 1}):
+        # A batch that M divides, and one that it does not; the smallest possible one too.
+        for rows in sorted({2 * n_microbatches, 2 * n_microbatches + 1, n_microbatches}):
+            cases.append((schedule, model, n_microbatches, rows, True))
+    _check(ranks, size, cases)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("size", [1, 3])
+def test_without_scaling_gradients_are_plain_sums_over_microbatches(
+    ranks: RankPool, schedule: str, size: int
+) -> None:
+    _check(ranks, size, [(schedule, "mlp", 4, 10, False), (schedule, "gpt", 3, 9, False)])
