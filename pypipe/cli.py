@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pypipe.demo_input import SCHEDULES, InputError, Options, read_text
+from pypipe.demo_input import SCHEDULES, DemoInputError, Options, read_text
 
 if TYPE_CHECKING:
     from pypipe.demo import Result
@@ -58,7 +58,7 @@ def demo(text: Path | None, as_json: bool, **options: int | str) -> None:
         checked = Options(**options)  # type: ignore[arg-type]  # click has made them what Options says
         checked.check()
         content = read_text(text, checked.context)
-    except InputError as error:
+    except DemoInputError as error:
         raise _BadInput(str(error)) from error
 
     from pypipe.demo import run

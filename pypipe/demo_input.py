@@ -32,7 +32,7 @@ _STDLIB_MODULES = (
 _MOST_CHARACTERS = 1_000_000
 
 
-class InputError(ValueError):
+class DemoInputError(ValueError):
     """The demo was asked for something it cannot do; the message is one line that says what to do instead."""
 
 
@@ -63,26 +63,26 @@ class Options:
     width: int = 64
 
     def check(self) -> None:
-        """Raises InputError for options that no run could follow."""
+        """Raises DemoInputError for options that no run could follow."""
         for name in ("stages", "microbatches", "steps", "batch", "context", "blocks", "width"):
             if getattr(self, name) < 1:
-                raise InputError(f"--{name} is {getattr(self, name)}: give at least 1")
+                raise DemoInputError(f"--{name} is {getattr(self, name)}: give at least 1")
         if not 0 <= self.seed < 2**32:
-            raise InputError(f"--seed is {self.seed}: give a number from 0 to {2**32 - 1}")
+            raise DemoInputError(f"--seed is {self.seed}: give a number from 0 to {2**32 - 1}")
         if self.schedule not in SCHEDULES:
-            raise InputError(f"--schedule is {self.schedule!r}: give one of {', '.join(SCHEDULES)}")
+            raise DemoInputError(f"--schedule is {self.schedule!r}: give one of {', '.join(SCHEDULES)}")
         if self.stages > self.blocks:
-            raise InputError(
+            raise DemoInputError(
                 f"{self.stages} stages cannot share {self.blocks} blocks, as each needs one of its own: "
                 f"lower --stages, or give --blocks {self.stages}"
             )
         if self.microbatches > self.batch:
-            raise InputError(
+            raise DemoInputError(
                 f"a batch of {self.batch} sequences cannot be cut into {self.microbatches} microbatches: "
                 f"lower --microbatches, or give --batch {self.microbatches}"
             )
         if self.width % HEAD_WIDTH:
-            raise InputError(
+            raise DemoInputError(
                 f"--width is {self.width}: give a multiple of {HEAD_WIDTH}, the width of one head"
             )
 
@@ -95,7 +95,7 @@ def read_text(path: Path | None, context: int) -> str:
         context: characters a sequence; the text must hold at least one sequence and the character after it.
 
     Raises:
-        InputError: the file cannot be read, is not UTF-8, or is too short.
+        DemoInputError: the file cannot be read, is not UTF-8, or is too short.
     """
     if path is None:
         return _standard_library()[:_MOST_CHARACTERS]
@@ -103,11 +103,13 @@ def read_text(path: Path | None, context: int) -> str:
         with path.open(encoding="utf-8", newline="") as file:
             text = file.read(_MOST_CHARACTERS)
     except OSError as error:
-        raise InputError(f"cannot read {path} ({error.strerror}): give --text a readable file") from error
+        raise DemoInputError(f"cannot read {path} ({error.strerror}): give --text a readable file") from error
     except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 at byte {error.start}: give --text a UTF-8 file") from error
+        raise DemoInputError(
+            f"{path} is not UTF-8 at byte {error.start}: give --text a UTF-8 file"
+        ) from error
     if len(text) <= context:
-        raise InputError(
+        raise DemoInputError(
             f"{path} has {len(text)} characters, and one sequence with its target takes {context + 1}: "
             "give a longer file, or lower --context"
         )
@@ -118,4 +120,4 @@ def _standard_library() -> str:
     try:
         return "\n".join(inspect.getsource(importlib.import_module(name)) for name in _STDLIB_MODULES)
     except OSError as error:
-        raise InputError("this Python comes without its library's source: give --text FILE") from error
+        raise DemoInputError("this Python comes without its library's source: give --text FILE") from error

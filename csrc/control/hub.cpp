@@ -206,12 +206,12 @@ void Hub::fail(std::string_view cause, int except) noexcept {
   }
   ring_all();
   for (auto& [rank, peer] : peers_) {
-    if (rank != except) tell(rank, *peer, FrameType::abort, cause);
+    if (rank != except) tell(*peer, FrameType::abort, cause);
   }
 }
 
-void Hub::tell(int /*rank*/, Peer& peer, FrameType type, std::string_view payload) noexcept {
-  if (peer.state != State::present) return;
+void Hub::tell(Peer& peer, FrameType type, std::string_view payload) noexcept {
+  if (peer.state == State::lost) return;
   try {
     const auto header = encode_header(type, 0, 0, payload.size());
     const std::array parts{part(header.data(), header.size()), part(payload.data(), payload.size())};
@@ -245,10 +245,11 @@ void Hub::run() noexcept {
         read(rank, *peer);
         continue;
       } catch (const Error& error) {
-        how = error.fault() == Fault::protocol ? "it sent garbage" : "its connection closed";
+        how = error.what();
       } catch (const std::exception&) {
-        how = "its frames could not be stored";
+        how = "its frames could not be stored here";
       }
+      if (closing_.load(std::memory_order_acquire)) break;  // its goodbye may cross ours: no loss
       State expected = State::present;
       if (peer->state.compare_exchange_strong(expected, State::lost)) fail(lost_cause(rank, rank_, how), rank);
       ring_all();
@@ -279,7 +280,7 @@ void Hub::read(int rank, Peer& peer) {
       peer.reader.feed(Fd(descriptor));
     }
   }
-  if (got == 0) throw Error(Fault::peer_gone, "end of stream");
+  if (got == 0) throw Error(Fault::peer_gone, "its connection closed");
   peer.reader.feed(std::span(buffer).first(static_cast<std::size_t>(got)));
   while (auto frame = peer.reader.next()) {
     dispatch(rank, peer, std::move(*frame));
@@ -315,7 +316,7 @@ void Hub::dispatch(int rank, Peer& peer, Frame frame) {
 
 void Hub::close() noexcept {
   if (closing_.exchange(true)) return;
-  for (auto& [rank, peer] : peers_) tell(rank, *peer, FrameType::leave, {});
+  for (auto& [rank, peer] : peers_) tell(*peer, FrameType::leave, {});
   const std::uint64_t one = 1;
   (void)!::write(wake_.get(), &one, sizeof(one));
   if (thread_.joinable()) thread_.join();

@@ -89,7 +89,7 @@ class Hub {
   void read(int rank, Peer& peer);
   void dispatch(int rank, Peer& peer, Frame frame);
   void fail(std::string_view cause, int except) noexcept;
-  void tell(int rank, Peer& peer, FrameType type, std::string_view payload) noexcept;
+  void tell(Peer& peer, FrameType type, std::string_view payload) noexcept;
   void ring_all() noexcept;
 
   const int rank_;

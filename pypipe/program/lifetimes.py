@@ -31,8 +31,8 @@ class RankSlots:
     """The slots of one rank: of every channel that leads to it, none of them taken at first.
 
     A message lives from the start of the F (or B, or I) that uses it to the end of the last action that needs
-    it: a backward needs the stage's input and the incoming gradient until its W where it is split. A link is a
-    FIFO, so a message that is used later than one sent after it must be there as early as that one is used.
+    it: a backward needs the stage's input and the incoming gradient until its W where it is split. A link is
+    a FIFO, so a message that is used later than one sent after it must be there as early as that one is used.
 
     Args:
         program: with or without transfers.

@@ -1,0 +1,97 @@
+"""The pipeline implementations under comparison: everything but the import is the same code."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from handwired import Boundary, HandwiredPipeline
+from torch import Tensor, nn
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+PACKAGES = {"pypipe": "pypipe", "torch": "torch.distributed.pipelining"}
+
+
+def make_pipeline(
+    name: str,
+    module: nn.Module,
+    rank: int,
+    P: int,
+    M: int,
+    loss_fn: LossFunction,
+    boundaries: list[Boundary],
+) -> Pipeline:
+    """One contender: "bare", "handwired" (the only one to use ``boundaries``) or a key of PACKAGES."""
+    if name == "bare":
+        return BarePipeline(module, M, loss_fn)
+    if name == "handwired":
+        return HandwiredPipeline(module, rank, P, M, loss_fn, boundaries)
+    return LibraryPipeline(name, module, rank, P, M, loss_fn)
+
+
+class Pipeline(Protocol):
+    """This rank's part of one contender."""
+
+    def step(self, x: Tensor, y: Tensor) -> list[Tensor]:
+        """Forward and backward of a batch; on the last rank, the microbatches' losses."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what the other ranks share."""
+        ...
+
+
+def classes(name: str) -> tuple[Any, Any]:
+    """PipelineStage and Schedule1F1B of one of PACKAGES. Any: the two packages share no type."""
+    package = importlib.import_module(PACKAGES[name])
+    return package.PipelineStage, package.Schedule1F1B
+
+
+class LibraryPipeline:
+    """1F1B on this rank's stage, with the classes of one of PACKAGES."""
+
+    def __init__(
+        self, name: str, module: nn.Module, rank: int, P: int, M: int, loss_fn: LossFunction
+    ) -> None:
+        PipelineStage, Schedule1F1B = classes(name)
+        stage = PipelineStage(module, stage_index=rank, num_stages=P, device=torch.device("cpu"))
+        self.schedule = Schedule1F1B(stage, n_microbatches=M, loss_fn=loss_fn)
+        self.is_first, self.is_last = rank == 0, rank == P - 1
+
+    def step(self, x: Tensor, y: Tensor) -> list[Tensor]:
+        arguments = (x,) if self.is_first else ()
+        losses: list[Tensor] = []
+        # return_outputs=False: nobody trains with the merged outputs, and merging copies them all.
+        if self.is_last:
+            self.schedule.step(*arguments, target=y, losses=losses, return_outputs=False)
+        else:
+            self.schedule.step(*arguments, return_outputs=False)
+        return losses
+
+    def close(self) -> None:
+        if hasattr(self.schedule, "close"):  # torch's schedules hold nothing that needs it
+            self.schedule.close()
+
+
+class BarePipeline:
+    """No pipeline at all: plain autograd over the microbatches, for a stage that is the whole model."""
+
+    def __init__(self, module: nn.Module, M: int, loss_fn: LossFunction) -> None:
+        self.module, self.M, self.loss_fn = module, M, loss_fn
+        self.parameters = list(module.parameters())
+
+    def step(self, x: Tensor, y: Tensor) -> list[Tensor]:
+        losses = []
+        for x_m, y_m in zip(x.chunk(self.M), y.chunk(self.M), strict=True):
+            loss = self.loss_fn(self.module(x_m), y_m)
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(self.M)
+        return losses
+
+    def close(self) -> None:
+        pass

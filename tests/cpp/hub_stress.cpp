@@ -1,0 +1,486 @@
+// Hubs: frames from many threads, aborts, deaths and farewells while others wait. Arguments: seed, rounds.
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+
+#include <algorithm>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "check.hpp"
+#include "control/hub.hpp"
+#include "sockets.hpp"
+
+namespace pypipe::test {
+namespace {
+
+std::string text_of(std::uint64_t key, std::size_t bytes) {
+  Random random(key);
+  std::string text(bytes, '\0');
+  for (char& c : text) c = static_cast<char>(random.next());
+  return text;
+}
+
+// --- frames
+// ----------------------------------------------------------------------------------------------------------
+
+// Several senders each way, each with an order of its own, descriptors among them.
+void frames(std::uint64_t seed, std::uint64_t count) {
+  std::array<std::unique_ptr<Hub>, 2> hubs{std::make_unique<Hub>(0), std::make_unique<Hub>(1)};
+  join(*hubs[0], *hubs[1]);
+  hubs[0]->start();
+  hubs[1]->start();
+  constexpr std::uint32_t channels = 3;
+  std::vector<std::thread> threads;
+  const auto size_of = [](Random& random) {
+    return random.once_in(100) ? random.below(300'000) : random.below(600);
+  };
+  for (int from = 0; from < 2; ++from) {
+    for (std::uint32_t channel = 0; channel < channels; ++channel) {
+      const std::uint64_t key = seed * 100 + static_cast<std::uint64_t>(from) * 10 + channel;
+      threads.emplace_back([&, from, channel, key] {
+        Random random(key);
+        for (std::uint64_t i = 0; i < count; ++i) {
+          if (random.once_in(20)) {
+            const Fd file(check_errno(::memfd_create("hub_stress", MFD_CLOEXEC), "memfd_create"));
+            check(::write(file.get(), &i, sizeof(i)) == sizeof(i), "write");
+            hubs[static_cast<std::size_t>(from)]->send(1 - from, FrameType::memory, channel, i, {},
+                                                       patience(), file.get());
+          }
+          const std::string payload = text_of(key + i, size_of(random));
+          hubs[static_cast<std::size_t>(from)]->send(1 - from, FrameType::layout, channel, i, payload,
+                                                     patience());
+        }
+      });
+      threads.emplace_back([&, from, channel, key] {
+        Random random(key);
+        Hub& hub = *hubs[static_cast<std::size_t>(1 - from)];
+        for (std::uint64_t i = 0; i < count; ++i) {
+          if (random.once_in(20)) {
+            const Frame frame = hub.take(from, FrameType::memory, channel, patience());
+            std::uint64_t inside = 0;
+            check(::pread(frame.descriptor.get(), &inside, sizeof(inside), 0) == sizeof(inside), "pread");
+            check(frame.value == i && inside == i, "a descriptor came with another frame");
+          }
+          const Frame frame = hub.take(from, FrameType::layout, channel, patience());
+          check_equal(frame.value, i, "frames changed places");
+          check(frame.payload == text_of(key + i, size_of(random)), "a payload was damaged");
+        }
+      });
+    }
+  }
+  for (std::thread& thread : threads) thread.join();
+  expect(
+      Fault::timeout,
+      [&] { (void)hubs[0]->take(1, FrameType::layout, 0, patience(std::chrono::milliseconds(20))); },
+      "no frame is left");
+}
+
+// --- failures
+// --------------------------------------------------------------------------------------------------------
+
+// Ranks 0 - 1 - 2 in a row.
+struct Chain {
+  Chain() {
+    join(*hubs[0], *hubs[1]);
+    join(*hubs[1], *hubs[2]);
+    for (const auto& hub : hubs) hub->start();
+  }
+  std::array<std::unique_ptr<Hub>, 3> hubs{std::make_unique<Hub>(0), std::make_unique<Hub>(1),
+                                           std::make_unique<Hub>(2)};
+};
+
+// Waits for a hub's cause as a waiting thread would: by waiting.
+std::string cause_of(Hub& hub, int peer) {
+  (void)error_of([&] { (void)hub.take(peer, FrameType::envelope, 99, patience()); },
+                 "the pipeline has failed");
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+  while (!hub.cause()) {  // a peer that is gone is noticed a moment before the failure is
+    check(std::chrono::steady_clock::now() < deadline, "a hub never learned the cause");
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return *hub.cause();
+}
+
+// One rank aborts, with two causes from two threads; everybody who waits anywhere wakes, and all know one
+// cause.
+void aborts(std::uint64_t seed, std::uint64_t rounds) {
+  Random random(seed);
+  for (std::uint64_t round = 0; round < rounds; ++round) {
+    Chain chain;
+    constexpr std::array<std::pair<std::size_t, int>, 6> waits{
+        {{0, 1}, {1, 0}, {1, 2}, {2, 1}, {1, 0}, {0, 1}}};
+    Doorbell bell;  // somebody who waits for something else than a frame
+    chain.hubs[1]->watch(bell);
+    std::vector<std::thread> threads;
+    for (const auto& [at, peer] : waits) {
+      threads.emplace_back([&chain, at, peer] {
+        expect(
+            Fault::aborted, [&] { (void)chain.hubs[at]->take(peer, FrameType::layout, 1, patience()); },
+            "a waiting take");
+      });
+    }
+    threads.emplace_back([&] {
+      expect(
+          Fault::aborted,
+          [&] { (void)await(bell, patience(), [] { return false; }, [&] { chain.hubs[1]->check(2); }); },
+          "a waiting link");
+    });
+    Hub& origin = *chain.hubs[random.below(3)];
+    if (random.once_in(2)) std::this_thread::sleep_for(std::chrono::microseconds(random.below(500)));
+    std::thread other([&] { origin.abort("{\"kind\":\"second\"}"); });
+    origin.abort("{\"kind\":\"first\"}");
+    other.join();
+    for (std::thread& thread : threads) thread.join();
+    origin.abort("{\"kind\":\"late\"}");
+    const std::string cause = *origin.cause();
+    check(cause == "{\"kind\":\"first\"}" || cause == "{\"kind\":\"second\"}", "another cause: " + cause);
+    for (const auto& hub : chain.hubs) check(*hub->cause() == cause, "causes differ: " + *hub->cause());
+    expect(
+        Fault::aborted, [&] { chain.hubs[0]->send(1, FrameType::layout, 0, 0, {}, patience()); },
+        "sending after a failure");
+    chain.hubs[1]->unwatch(bell);
+  }
+}
+
+// Both ends of the chain fail at once: each rank ends up with one of the two causes, and nobody hangs.
+void crossing_aborts(std::uint64_t rounds) {
+  for (std::uint64_t round = 0; round < rounds; ++round) {
+    Chain chain;
+    std::thread left([&] { chain.hubs[0]->abort("left"); });
+    std::thread right([&] { chain.hubs[2]->abort("right"); });
+    left.join();
+    right.join();
+    for (std::size_t at = 0; at < 3; ++at) {
+      const std::string cause = cause_of(*chain.hubs[at], at == 1 ? 0 : 1);
+      check(cause == "left" || cause == "right", "another cause: " + cause);
+    }
+  }
+}
+
+// A peer whose socket closes without a word: its neighbours fail and say who was lost; theirs hear of it.
+void death(std::uint64_t rounds) {
+  for (std::uint64_t round = 0; round < rounds; ++round) {
+    Hub middle(1);
+    Hub end(2);
+    auto [mine, dying] = socket_pair();
+    middle.add_peer(0, std::move(mine));
+    join(middle, end);
+    middle.start();
+    end.start();
+    const auto wait = [](Hub& hub, int peer) {
+      const Error error =
+          error_of([&] { (void)hub.take(peer, FrameType::layout, 1, patience()); }, "waiting beside a death");
+      check(error.fault() == Fault::aborted || error.fault() == Fault::peer_gone, "another error at a death");
+    };
+    std::vector<std::thread> threads;
+    threads.emplace_back([&] { wait(middle, 0); });
+    threads.emplace_back([&] { wait(middle, 2); });
+    threads.emplace_back([&] { wait(end, 1); });
+    // What arrived before the death still counts, whole frames only.
+    const auto header = encode_header(FrameType::layout, 5, 77, 4);
+    check(::write(dying.get(), header.data(), header.size()) == ssize_t{frame_header_bytes}, "write");
+    check(::write(dying.get(), "last", 4) == 4, "write");
+    if (round % 2 == 0) check(::write(dying.get(), header.data(), 10) == 10, "write");
+    dying.reset();
+    for (std::thread& thread : threads) thread.join();
+    for (Hub* hub : {&middle, &end}) {
+      const std::string cause = cause_of(*hub, hub == &end ? 1 : 0);
+      check(cause.find(R"("kind":"lost","rank":0,"seen_by":1)") != std::string::npos, "the cause: " + cause);
+    }
+    check(middle.take(0, FrameType::layout, 5, patience()).payload == "last", "a last frame was lost");
+    expect(Fault::aborted, [&] { (void)middle.take(0, FrameType::layout, 5, patience()); }, "no more frames");
+  }
+}
+
+// Bytes that are no frame: the pipeline fails, and whoever sent them is told so by the end of the stream.
+void garbage(std::uint64_t seed) {
+  Random random(seed);
+  for (int round = 0; round < 10; ++round) {
+    Hub hub(0);
+    auto [mine, liar] = socket_pair();
+    hub.add_peer(1, std::move(mine));
+    hub.start();
+    const std::string noise = text_of(random.next(), 24 + random.below(3000));
+    check(::send(liar.get(), noise.data(), noise.size(), MSG_NOSIGNAL) > 0, "send");
+    const std::string cause = cause_of(hub, 1);
+    check(cause.find("it sent garbage") != std::string::npos, "the cause: " + cause);
+    pollfd wait{liar.get(), POLLIN, 0};
+    check(::poll(&wait, 1, 30'000) == 1, "a peer that sent garbage is left waiting");
+  }
+}
+
+// --- farewells
+// -------------------------------------------------------------------------------------------------------
+
+// A leave wakes whoever waits for that peer, lets what was sent be read, and is no failure.
+void leave(std::uint64_t rounds) {
+  for (std::uint64_t round = 0; round < rounds; ++round) {
+    Chain chain;
+    std::thread waiter([&] {
+      expect(
+          Fault::peer_gone, [&] { (void)chain.hubs[1]->take(0, FrameType::layout, 1, patience()); },
+          "waiting for one that leaves");
+    });
+    for (std::uint64_t i = 0; i < 20; ++i) {
+      chain.hubs[0]->send(1, FrameType::envelope, 2, i, text_of(i, 100), patience());
+    }
+    chain.hubs[0]->close();
+    waiter.join();
+    for (std::uint64_t i = 0; i < 20; ++i) {
+      const Frame frame = chain.hubs[1]->take(0, FrameType::envelope, 2, patience());
+      check(frame.value == i && frame.payload == text_of(i, 100),
+            "a frame sent before the leave was damaged");
+    }
+    expect(
+        Fault::peer_gone, [&] { (void)chain.hubs[1]->take(0, FrameType::envelope, 2, patience()); },
+        "nothing more comes");
+    expect(
+        Fault::peer_gone, [&] { chain.hubs[1]->send(0, FrameType::envelope, 2, 0, {}, patience()); },
+        "sending to one that left");
+    check(!chain.hubs[1]->cause() && !chain.hubs[2]->cause(), "a leave counted as a failure");
+    // The others go on.
+    chain.hubs[2]->send(1, FrameType::envelope, 3, 4, "still here", patience());
+    check(chain.hubs[1]->take(2, FrameType::envelope, 3, patience()).payload == "still here",
+          "the chain broke");
+    chain.hubs[2]->abort("later");
+    check(cause_of(*chain.hubs[1], 2) == "later", "no failure after a leave");
+    for (const auto& hub : chain.hubs) hub->close();
+    for (const auto& hub : chain.hubs) hub->close();
+  }
+}
+
+// close() in one thread while others of the same rank wait: they wake.
+void close_while_waiting(std::uint64_t rounds) {
+  for (std::uint64_t round = 0; round < rounds; ++round) {
+    Hub left(0);
+    Hub right(1);
+    join(left, right);
+    left.start();
+    right.start();
+    Doorbell bell;
+    left.watch(bell);
+    std::thread taker([&] {
+      expect(
+          Fault::peer_gone, [&] { (void)left.take(1, FrameType::layout, 1, patience()); },
+          "take() beside close()");
+    });
+    std::thread link([&] {
+      expect(
+          Fault::peer_gone,
+          [&] { (void)await(bell, patience(), [] { return false; }, [&] { left.check(1); }); },
+          "a link beside close()");
+    });
+    std::thread sender([&] {  // whenever it happens, it is an error and not a crash
+      (void)error_of(
+          [&] {
+            for (;;) left.send(1, FrameType::envelope, 1, 0, "x", patience());
+          },
+          "send() beside close()");
+    });
+    std::thread reader([&] {
+      expect(
+          Fault::peer_gone,
+          [&] {
+            for (;;) (void)right.take(0, FrameType::envelope, 1, patience());
+          },
+          "the other end of close()");
+    });
+    if (round % 2 == 0) std::this_thread::sleep_for(std::chrono::microseconds(200));
+    left.close();
+    for (std::thread* thread : {&taker, &link, &sender, &reader}) thread->join();
+    left.unwatch(bell);
+    expect(Fault::usage, [&] { left.add_peer(2, socket_pair().first); }, "add_peer() after close()");
+    expect(Fault::usage, [&] { left.start(); }, "start() after close()");
+  }
+}
+
+// --- a peer that does not read
+// ---------------------------------------------------------------------------------------
+
+// A hub whose peer is a bare socket that this thread reads or not.
+struct Deaf {
+  Deaf() {
+    auto [mine, theirs] = socket_pair();
+    socket = std::move(theirs);
+    hub.add_peer(1, std::move(mine));
+    hub.start();
+  }
+  // Sends until the socket is full and somebody is stuck in the middle of a frame.
+  void fill(const Patience& waiting) {
+    const std::string payload(*limit(FrameType::layout), 'x');
+    for (;;) hub.send(1, FrameType::layout, 1, 0, payload, waiting);
+  }
+  // Everything that the hub wrote, until its socket closes: whole frames, but for a last one that was cut
+  // short.
+  [[nodiscard]] std::vector<Frame> read_all() const {
+    FrameReader reader;
+    std::vector<Frame> frames;
+    std::vector<std::byte> buffer(1 << 16);
+    for (;;) {
+      const ssize_t got = ::read(socket.get(), buffer.data(), buffer.size());
+      if (got <= 0) return frames;
+      reader.feed(std::span(buffer).first(static_cast<std::size_t>(got)));
+      while (auto frame = reader.next()) frames.push_back(std::move(*frame));
+    }
+  }
+  Hub hub{0};
+  Fd socket;
+};
+
+void full_socket() {
+  Deaf timed;
+  expect(
+      Fault::timeout, [&] { timed.fill(patience(std::chrono::milliseconds(100))); },
+      "a peer that does not read");
+
+  Deaf interrupted;
+  Patience with_interruption = patience();
+  with_interruption.interruption = [] { throw Error(Fault::usage, "interrupted"); };
+  expect(Fault::usage, [&] { interrupted.fill(with_interruption); }, "Ctrl-C while the socket is full");
+
+  // Farewells take no longer than they may, whatever other threads have in mind.
+  const auto soon = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  Deaf closed;
+  std::thread first(
+      [&] { (void)error_of([&] { closed.fill(patience(std::chrono::minutes(5))); }, "close()"); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  closed.hub.close();
+  first.join();
+  Deaf aborted;
+  std::thread second(
+      [&] { expect(Fault::aborted, [&] { aborted.fill(patience(std::chrono::minutes(5))); }, "abort()"); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  aborted.hub.abort("cause");
+  second.join();
+  check(std::chrono::steady_clock::now() < soon, "close() or abort() waited for a sender");
+}
+
+// A failure while a large frame is on its way to a slow but living peer: the peer reads the cause, not
+// garbage.
+void abort_behind_a_large_frame(std::uint64_t rounds) {
+  for (std::uint64_t round = 0; round < rounds; ++round) {
+    Deaf slow;
+    std::thread sender([&] { (void)error_of([&] { slow.fill(patience()); }, "a sender beside abort()"); });
+    std::this_thread::sleep_for(
+        std::chrono::milliseconds(5));  // most probably it is in the middle of a frame now
+    std::vector<Frame> frames;
+    std::thread reader([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      frames = slow.read_all();
+    });
+    slow.hub.abort("the first cause");
+    sender.join();
+    slow.hub.close();
+    reader.join();
+    const auto last = std::find_if(frames.begin(), frames.end(),
+                                   [](const Frame& frame) { return frame.type == FrameType::abort; });
+    check(last != frames.end() && last->payload == "the first cause", "a slow peer never got the cause");
+    for (const Frame& frame : frames) {
+      if (frame.type != FrameType::layout) continue;
+      check(std::all_of(frame.payload.begin(), frame.payload.end(), [](char c) { return c == 'x'; }),
+            "one frame was written into another");
+    }
+  }
+}
+
+// After a send that gave up in the middle of a frame, nothing that follows may be taken for the rest of it.
+void nothing_after_half_a_frame() {
+  Deaf slow;
+  expect(
+      Fault::timeout, [&] { slow.fill(patience(std::chrono::milliseconds(50))); },
+      "a peer that does not read");
+  std::vector<Frame> frames;
+  std::thread reader([&] { frames = slow.read_all(); });
+  for (std::uint64_t i = 0; i < 40; ++i) {
+    try {
+      slow.hub.send(1, FrameType::layout, 2, i, std::string(100'000, 'y'), patience(std::chrono::seconds(5)));
+    } catch (const Error&) {  // best: the connection counts as broken
+      break;
+    }
+  }
+  slow.hub.close();
+  reader.join();
+  for (const Frame& frame : frames) {
+    const char letter = frame.channel == 1 ? 'x' : 'y';
+    check(std::all_of(frame.payload.begin(), frame.payload.end(), [&](char c) { return c == letter; }),
+          "one frame was written into another");
+  }
+}
+
+// --- forks
+// -----------------------------------------------------------------------------------------------------------
+
+// A forked child that abandons its hub (a data loader's worker) does not hide its parent's death.
+void fork_and_die() {
+  auto [mine, theirs] = socket_pair();
+  std::array<int, 2> end{};
+  check_errno(::pipe2(end.data(), O_CLOEXEC), "pipe");
+  const pid_t rank = check_errno(::fork(), "fork");
+  if (rank == 0) {
+    mine.reset();
+    ::close(end[1]);
+    auto* hub = new Hub(1);  // the process dies with it
+    hub->add_peer(0, std::move(theirs));
+    hub->start();
+    (void)hub->take(0, FrameType::envelope, 0, patience());
+    if (check_errno(::fork(), "fork") == 0) {
+      hub->abandon();
+      char byte = 0;
+      (void)!::read(end[0], &byte, 1);  // until the test is over
+      std::_Exit(0);
+    }
+    hub->send(0, FrameType::envelope, 0, 0, "forked", patience());
+    std::_Exit(0);
+  }
+  theirs.reset();
+  ::close(end[0]);
+  Hub hub(0);
+  hub.add_peer(1, std::move(mine));
+  hub.start();
+  hub.send(1, FrameType::envelope, 0, 0, "fork", patience());
+  check(hub.take(1, FrameType::envelope, 0, patience()).payload == "forked", "no answer");
+  const std::string cause = cause_of(hub, 1);
+  check(cause.find(R"("kind":"lost","rank":1)") != std::string::npos, "the cause: " + cause);
+  int status = 0;
+  check_errno(::waitpid(rank, &status, 0), "waitpid");
+  check_equal(status, 0, "the status of the rank");
+  ::close(end[1]);
+}
+
+}  // namespace
+}  // namespace pypipe::test
+
+int main(int count, char** values) {
+  using namespace pypipe::test;
+  const std::uint64_t seed = argument(count, values, 1, 1);
+  const std::uint64_t rounds = argument(count, values, 2, 100);
+  const std::size_t descriptors = open_descriptors();
+  begin("a forked child that abandons its hub");
+  fork_and_die();
+  begin("frames", 120);
+  frames(seed, rounds * 10);
+  begin("aborts over a chain", 120);
+  aborts(seed, rounds);
+  begin("aborts from both ends", 120);
+  crossing_aborts(rounds);
+  begin("a death", 120);
+  death(rounds);
+  begin("garbage");
+  garbage(seed);
+  begin("a leave", 120);
+  leave(rounds);
+  begin("close() while others wait", 120);
+  close_while_waiting(rounds);
+  begin("a socket that nobody reads");
+  full_socket();
+  begin("an abort behind a large frame");
+  abort_behind_a_large_frame(5);
+  begin("what follows half a frame");
+  nothing_after_half_a_frame();
+  check_equal(open_descriptors(), descriptors, "descriptors open at the end");
+  std::printf("hub_stress: seed %llu, %llu rounds\n", static_cast<unsigned long long>(seed),
+              static_cast<unsigned long long>(rounds));
+}

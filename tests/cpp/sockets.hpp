@@ -1,0 +1,36 @@
+// Pairs of connected sockets, and hubs that are joined by them.
+#pragma once
+
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstddef>
+#include <filesystem>
+#include <iterator>
+#include <utility>
+
+#include "base/error.hpp"
+#include "base/fd.hpp"
+#include "control/hub.hpp"
+
+namespace pypipe::test {
+
+inline std::pair<Fd, Fd> socket_pair() {
+  std::array<int, 2> ends{};
+  check_errno(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends.data()), "socketpair");
+  return {Fd(ends[0]), Fd(ends[1])};
+}
+
+inline void join(Hub& left, Hub& right) {
+  auto [here, there] = socket_pair();
+  left.add_peer(right.rank(), std::move(here));
+  right.add_peer(left.rank(), std::move(there));
+}
+
+inline std::size_t open_descriptors() {
+  const std::filesystem::directory_iterator all("/proc/self/fd");
+  return static_cast<std::size_t>(std::distance(begin(all), end(all)));
+}
+
+}  // namespace pypipe::test

@@ -1,0 +1,152 @@
+"""The simulator against closed formulas and published figures."""
+
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pypipe.program import Action, Kind, Program, ProgramError, build, gpipe, lower, one_f_one_b, simulate
+
+NAMES = ["gpipe", "1f1b"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("n_ranks", range(1, 9))
+def test_the_bubble_ratio_of_equal_stages_is_the_formula(name: str, n_ranks: int) -> None:
+    for n_microbatches in (*range(1, 21), 32, 64, 128):
+        timeline = simulate(build(name, n_ranks, n_microbatches), forward=3, backward=5)
+        assert timeline.bubble_ratio == (n_ranks - 1) / (n_microbatches + n_ranks - 1)
+        assert timeline.step_time == (n_microbatches + n_ranks - 1) * 8
+        assert timeline.idle == ((n_ranks - 1) * 8,) * n_ranks
+
+
+@pytest.mark.parametrize(
+    ("n_ranks", "n_microbatches", "ratio"),
+    [
+        (4, 4, Fraction(3, 7)),
+        (4, 16, Fraction(3, 19)),
+        (4, 64, Fraction(3, 67)),
+        (8, 1, Fraction(7, 8)),
+        (8, 8, Fraction(7, 15)),
+        (8, 128, Fraction(7, 135)),
+    ],
+)
+def test_the_tables_of_bubble_ratios_are_reproduced(
+    n_ranks: int, n_microbatches: int, ratio: Fraction
+) -> None:
+    assert simulate(gpipe(n_ranks, n_microbatches)).bubble_ratio == float(ratio)
+
+
+def test_gpipe_with_four_ranks_four_microbatches_and_unit_times_ends_at_14() -> None:
+    timeline = simulate(gpipe(4, 4), forward=1, backward=1)
+    assert timeline.step_time == 14
+    assert timeline.ranks[3][3].end == timeline.ranks[3][4].start == 7
+
+
+@pytest.mark.parametrize(
+    ("forward", "input_backward", "weight_backward", "hop", "rate"),
+    [(18522, 18086, 9337, 601, 0.2431), (29718, 29444, 19927, 527, 0.2347)],
+)
+def test_the_zero_bubble_papers_rate_of_1f1b_is_reproduced(
+    forward: float, input_backward: float, weight_backward: float, hop: float, rate: float
+) -> None:
+    backward = input_backward + weight_backward
+    timeline = simulate(one_f_one_b(8, 24), forward=forward, backward=backward, hop=hop)
+    assert round(1 - 24 * (forward + backward) / timeline.span, 4) == rate
+
+
+@pytest.mark.parametrize(("n_ranks", "n_microbatches"), [(2, 8), (4, 8), (8, 24), (8, 64)])
+def test_a_hops_latency_costs_1f1b_what_the_formula_says(n_ranks: int, n_microbatches: int) -> None:
+    # FACTS: c * [2(p-1)m/p + 2(p-2)] at equal times, for m a multiple of p, over the largest span.
+    program = one_f_one_b(n_ranks, n_microbatches)
+    without = simulate(program, forward=1000, backward=1000)
+    with_hops = simulate(program, forward=1000, backward=1000, hop=1)
+    cost = 2 * (n_ranks - 1) * n_microbatches / n_ranks + 2 * (n_ranks - 2)
+    assert with_hops.span - without.span == cost
+
+
+def test_a_hop_delays_the_receiver_and_not_the_sender() -> None:
+    timeline = simulate(gpipe(2, 2).forward_only(), forward=4, hop=10)
+    assert [(start, end) for _, start, end in timeline.ranks[0]] == [(0, 4), (4, 8)]
+    assert [(start, end) for _, start, end in timeline.ranks[1]] == [(14, 18), (18, 22)]
+
+
+def test_stages_on_one_rank_hand_over_without_a_hop() -> None:
+    actions = tuple(
+        Action(stage, kind, 0) for kind, stage in ((Kind.F, 0), (Kind.F, 1), (Kind.B, 1), (Kind.B, 0))
+    )
+    assert simulate(Program("one rank", 1, (0, 0), (actions,)), hop=100).step_time == 6
+
+
+def test_costs_may_differ_by_stage() -> None:
+    timeline = simulate(gpipe(2, 1), forward=[1, 10], backward=[100, 1000])
+    assert timeline.step_time == 1111
+    assert timeline.idle == (1010, 101)
+
+
+def test_a_split_backward_sends_its_gradient_before_its_weight_half() -> None:
+    ranks = tuple(tuple(Action(stage, kind, 0) for kind in (Kind.F, Kind.I, Kind.W)) for stage in range(2))
+    program = Program("split", 1, (0, 1), ranks)
+    assert simulate(program, forward=1, backward=6).step_time == 1 + 1 + 3 + 3 + 3
+    assert simulate(program, forward=1, backward=6, weight_backward=4).step_time == 1 + 1 + 2 + 2 + 4
+    assert simulate(program, forward=1, backward=6, input_backward=5).step_time == 1 + 1 + 5 + 5 + 1
+    assert simulate(program, forward=1, input_backward=7, weight_backward=9).step_time == 1 + 1 + 7 + 7 + 9
+
+
+@given(st.sampled_from(NAMES), st.integers(1, 5), st.integers(1, 7), st.integers(0, 9), st.integers(0, 9))
+def test_transfers_in_the_lists_change_nothing(
+    name: str, ranks: int, batches: int, forward: int, hop: int
+) -> None:
+    program = build(name, ranks, batches)
+    assert (
+        simulate(lower(program), forward=forward, hop=hop).ranks
+        == simulate(program, forward=forward, hop=hop).ranks
+    )
+
+
+@given(st.sampled_from(NAMES), st.integers(1, 5), st.integers(1, 7), st.data())
+def test_a_timeline_respects_order_and_dependencies(
+    name: str, n_ranks: int, n_microbatches: int, data: st.DataObject
+) -> None:
+    costs = st.lists(st.integers(0, 9), min_size=n_ranks, max_size=n_ranks)
+    hop = data.draw(st.integers(0, 9))
+    program = build(name, n_ranks, n_microbatches)
+    timeline = simulate(program, forward=data.draw(costs), backward=data.draw(costs), hop=hop)
+    times = {event.action: event for events in timeline.ranks for event in events}
+    for events in timeline.ranks:
+        assert all(earlier.end <= later.start for earlier, later in pairwise(events))
+    for action, event in times.items():
+        step = -1 if action.kind is Kind.F else 1
+        source = times.get(Action(action.stage + step, action.kind, action.microbatch))
+        assert source is None or source.end + hop <= event.start
+
+
+def test_impossible_costs_are_refused() -> None:
+    with pytest.raises(ValueError, match="forward has 3 times for 2 stages"):
+        simulate(gpipe(2, 1), forward=[1, 2, 3])
+    with pytest.raises(ValueError, match="forward of stage 1 is -1: a time cannot be negative"):
+        simulate(gpipe(2, 1), forward=[1, -1])
+    with pytest.raises(ValueError, match="hop is -1"):
+        simulate(gpipe(2, 1), hop=-1)
+    with pytest.raises(ValueError, match="backward less weight_backward of stage 0 is -1"):
+        simulate(gpipe(2, 1), backward=2, weight_backward=3)
+
+
+def test_a_program_whose_ranks_wait_for_each_other_is_refused() -> None:
+    crossed = Program(
+        "crossed",
+        2,
+        (0, 1),
+        tuple(tuple(map(Action.parse, line.split())) for line in ("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1")),
+    )
+    with pytest.raises(ProgramError) as error:
+        simulate(crossed)
+    message = str(error.value)
+    assert "rank 0 at position 1 waits in 0B0 for the gradient of stage 1, microbatch 0" in message
+    assert "rank 1 at position 1 waits in 1F1 for the output of stage 0, microbatch 1" in message
+
+
+def test_a_big_program_simulates() -> None:
+    assert simulate(one_f_one_b(64, 512)).bubble_ratio == 63 / (512 + 63)
