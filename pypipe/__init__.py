@@ -1,6 +1,10 @@
 """Pipeline-parallel training for PyTorch: an import swap for torch.distributed.pipelining."""
 
+from __future__ import annotations
+
+import importlib
 from importlib.metadata import version as _version
+from typing import TYPE_CHECKING, Any
 
 from pypipe.errors import (
     ConfigurationError,
@@ -12,9 +16,11 @@ from pypipe.errors import (
     PipelineTimeout,
     RemoteStageError,
 )
-from pypipe.runtime.microbatches import Reduce, Replicate, TensorChunkSpec
-from pypipe.schedules import Schedule1F1B, ScheduleGPipe
-from pypipe.stage import PipelineStage
+
+if TYPE_CHECKING:
+    from pypipe.runtime.microbatches import Reduce, Replicate, TensorChunkSpec
+    from pypipe.schedules import Schedule1F1B, ScheduleGPipe
+    from pypipe.stage import PipelineStage
 
 __version__ = _version("pypipe")
 
@@ -35,3 +41,25 @@ __all__ = [
     "TensorChunkSpec",
     "__version__",
 ]
+
+# Importing torch takes seconds, which `pypipe --help` and programs as data can do without.
+_HOMES = {
+    "PipelineStage": "pypipe.stage",
+    "Reduce": "pypipe.runtime.microbatches",
+    "Replicate": "pypipe.runtime.microbatches",
+    "Schedule1F1B": "pypipe.schedules",
+    "ScheduleGPipe": "pypipe.schedules",
+    "TensorChunkSpec": "pypipe.runtime.microbatches",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'pypipe' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(home), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -62,7 +62,7 @@ def demo(text: Path | None, as_json: bool, **options: int | str) -> None:
         raise _BadInput(str(error)) from error
 
     from pypipe.demo import run
-    from pypipe.demo_launch import RankError
+    from pypipe.launch import RankError
 
     try:
         result = run(checked, content, progress=not as_json)

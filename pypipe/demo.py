@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from pypipe.demo_input import Options
-from pypipe.demo_launch import Ranks
+from pypipe.launch import Ranks
 from pypipe.demo_meter import Meter, StepReport
 
 # The progress bar's figures cover this many steps.

@@ -286,8 +286,9 @@ class _Schedule:
             for channel, count in verified.slots.items():
                 slots[channel] = max(count, slots.get(channel, 0))
         stage = self._stage
+        links = {channel: self.program.link_of(channel) for channel in slots}
         connection = Connection(
-            stage.world, stage.device, self.program, slots, self._card(), self._compare, self._timeout
+            stage.world, stage.device, links, slots, self._card(), self._compare, self._timeout
         )
         self._execution = StageExecution(
             stage.submod,

@@ -89,7 +89,7 @@ class SendChannel:
     """The sending end of one stage boundary in one direction."""
 
     def __init__(self, port: SendPort, stage: int, kind: int) -> None:
-        self._port = port
+        self._port = self.port = port
         self._stage = stage
         self._kind = kind
         self._layouts: dict[trees.Description, _Outgoing] = {}
@@ -191,7 +191,7 @@ class ReceiveChannel:
     """The receiving end of one stage boundary in one direction."""
 
     def __init__(self, port: ReceivePort, source_stage: int, kind: int) -> None:
-        self._port = port
+        self._port = self.port = port
         self._source_stage = source_stage
         self._kind = kind
         self._layouts: dict[int, _Incoming] = {}

@@ -12,7 +12,7 @@ import torch
 
 from pypipe import _core
 from pypipe.errors import ConfigurationError
-from pypipe.program import Channel, Kind, Link, Program
+from pypipe.program import Channel, Kind, Link
 from pypipe.runtime import environment
 from pypipe.runtime.c10d import C10dReceivePort, C10dSendPort, Route
 from pypipe.runtime.channels import ReceiveChannel, ReceivePort, SendChannel, SendPort
@@ -34,8 +34,8 @@ class Connection:
     Args:
         world: the ranks.
         device: where the stages of this rank live.
-        program: what is run, for placement and names.
-        slots: for each channel of the programs, how many messages may be alive at once.
+        links: for each channel, the link that carries it; the same on all ranks.
+        slots: for each channel, how many messages may be alive at once; the same on all ranks.
         card: what must be equal on all ranks, by name (JSON values).
         compare: raises ConfigurationError where cards do not fit together.
         timeout: seconds that any wait may take.
@@ -45,7 +45,7 @@ class Connection:
         self,
         world: World,
         device: torch.device,
-        program: Program,
+        links: Mapping[Channel, Link],
         slots: Mapping[Channel, int],
         card: Card,
         compare: Any,
@@ -53,7 +53,7 @@ class Connection:
     ) -> None:
         choice = environment.read("PYPIPE_LINK", ("auto", "shm", "c10d"))
         card = {**card, "link": choice, "device": device.type}
-        links = {channel: program.link_of(channel) for channel in sorted(slots)}
+        links = {channel: links[channel] for channel in sorted(links)}
         peers = {rank for link in links.values() if world.rank in _ends(link) for rank in _ends(link)}
         self.world = world
         meeting = meet(world, card, compare, peers - {world.rank}, timeout)

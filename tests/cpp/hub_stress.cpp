@@ -206,7 +206,7 @@ void garbage(std::uint64_t seed) {
     const std::string noise = text_of(random.next(), 24 + random.below(3000));
     check(::send(liar.get(), noise.data(), noise.size(), MSG_NOSIGNAL) > 0, "send");
     const std::string cause = cause_of(hub, 1);
-    check(cause.find("it sent garbage") != std::string::npos, "the cause: " + cause);
+    check(cause.find(R"("kind":"lost","rank":1)") != std::string::npos, "the cause: " + cause);
     pollfd wait{liar.get(), POLLIN, 0};
     check(::poll(&wait, 1, 30'000) == 1, "a peer that sent garbage is left waiting");
   }

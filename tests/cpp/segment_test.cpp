@@ -5,6 +5,7 @@
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/mount.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 
 #include <algorithm>
@@ -44,7 +45,23 @@ void sealed() {
   check(::ftruncate(segment->descriptor(), 100) < 0 && errno == EPERM, "a peer could shrink it");
   check((::fcntl(segment->descriptor(), F_GETFD) & FD_CLOEXEC) != 0,
         "it would leak into programs started later");
-  expect(Fault::system, [] { (void)Segment::create(std::size_t{1} << 60); }, "more memory than there is");
+}
+
+// What the system refuses is an Error. The refusal is a limit that we set: asking for more memory than there
+// is would have the kernel kill whatever else runs on this machine.
+void too_much() {
+  const pid_t child = check_errno(::fork(), "fork");
+  if (child == 0) {
+    const rlimit most{1 << 20, 1 << 20};
+    check_errno(::setrlimit(RLIMIT_FSIZE, &most), "setrlimit");
+    std::signal(SIGXFSZ, SIG_IGN);
+    (void)Segment::create(1 << 20);
+    expect(Fault::system, [] { (void)Segment::create((1 << 20) + 1); }, "more memory than is allowed");
+    std::_Exit(0);
+  }
+  int status = 0;
+  check_errno(::waitpid(child, &status, 0), "waitpid");
+  check_equal(status, 0, "the status of the child with a limit");
 }
 
 void shared() {
@@ -179,6 +196,7 @@ int main(int count, char** values) {
   refused();
   begin("two processes");
   processes();
+  too_much();
   without_dev_shm();
   begin("threads");
   churn(1, rounds);
