@@ -7,7 +7,7 @@ the c10d link's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -170,21 +170,9 @@ class Received:
         self._port.release(message)
 
 
-class _Enter(torch.autograd.Function):
-    """Makes received leaves look like any intermediate result, so that a stage may change its input in place."""
-
-    @staticmethod
-    def forward(ctx: Any, *leaves: Tensor) -> Any:
-        ctx.set_materialize_grads(False)  # no gradient stays no gradient
-        entered = tuple([leaf.detach() for leaf in leaves])
-        return entered[0] if len(entered) == 1 else entered
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0] if len(gradients) == 1 else gradients
-
-
-_enter: Callable[..., Any] = _Enter.apply
+# Makes a received leaf look like any intermediate result, so that a stage may change its input in place: the same
+# memory, a node of its own, and to autograd no view.
+_enter = torch.ops.aten._unsafe_view.default
 
 
 class ReceiveChannel:
@@ -217,21 +205,13 @@ class ReceiveChannel:
             port.tensor(message, spec, offset) for spec, offset in zip(layout.specs, layout.offsets, strict=True)
         ]
         leaves: list[Tensor] = []
-        seen = tensors
         if training:
-            leaves = [
-                tensor.requires_grad_()
-                for tensor, spec in zip(tensors, layout.specs, strict=True)
-                if spec.requires_grad
-            ]
-            if leaves:
-                entered = _enter(*leaves)
-                entrants = iter((entered,) if len(leaves) == 1 else entered)
-                seen = [
-                    next(entrants) if spec.requires_grad else tensor
-                    for tensor, spec in zip(tensors, layout.specs, strict=True)
-                ]
-        return Received(port, message, trees.rebuild(layout.description, seen), tensors, leaves)
+            for position, spec in enumerate(layout.specs):
+                if spec.requires_grad:
+                    leaf = tensors[position].requires_grad_()
+                    leaves.append(leaf)
+                    tensors[position] = _enter(leaf, leaf.shape)
+        return Received(port, message, trees.rebuild(layout.description, tensors), tensors, leaves)
 
     def _learn(self, number: int) -> _Incoming:
         description = trees.decode(self._port.description(number))
