@@ -1,6 +1,7 @@
 // The floors of the link benchmark, with nothing in the way:
-//   bare pingpong spin|futex COUNT   two processes and one word of shared memory each way; prints µs one way (median)
-//   bare memcpy BYTES COUNT          one process copies into two slots of a memfd in turn; prints GB/s (median of 5)
+//   bare pingpong spin|futex COUNT   two processes and one word of shared memory each way; prints µs one way
+//   (median) bare memcpy BYTES COUNT          one process copies into two slots of a memfd in turn; prints
+//   GB/s (median of 5)
 #include <linux/futex.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -103,7 +104,8 @@ int main(int argc, char** argv) {
     return pingpong(std::string_view(argv[2]) == "futex", static_cast<std::uint32_t>(std::atol(argv[3])));
   }
   if (mode == "memcpy") {
-    return copies(static_cast<std::size_t>(std::atoll(argv[2])), static_cast<std::size_t>(std::atoll(argv[3])));
+    return copies(static_cast<std::size_t>(std::atoll(argv[2])),
+                  static_cast<std::size_t>(std::atoll(argv[3])));
   }
   std::fputs("usage: bare pingpong spin|futex COUNT | bare memcpy BYTES COUNT\n", stderr);
   return 2;

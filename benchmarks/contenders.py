@@ -52,9 +52,7 @@ def classes(name: str) -> tuple[Any, Any]:
 class LibraryPipeline:
     """1F1B on this rank's stage, with the classes of one of PACKAGES."""
 
-    def __init__(
-        self, name: str, module: nn.Module, rank: int, P: int, M: int, loss_fn: LossFunction
-    ) -> None:
+    def __init__(self, name: str, module: nn.Module, rank: int, P: int, M: int, loss_fn: LossFunction) -> None:
         PipelineStage, Schedule1F1B = classes(name)
         stage = PipelineStage(module, stage_index=rank, num_stages=P, device=torch.device("cpu"))
         self.schedule = Schedule1F1B(stage, n_microbatches=M, loss_fn=loss_fn)

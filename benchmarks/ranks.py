@@ -23,9 +23,7 @@ class RankError(RuntimeError):
     """A rank raised, died or stayed silent until the deadline."""
 
 
-def run_ranks(
-    function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 600.0
-) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 600.0) -> list[Any]:
     """Call ``function(rank, world_size, *arguments)`` in one new process per rank, in one gloo process group.
 
     Returns what each rank returned, in rank order. Raises RankError at the first rank that raises or dies, or
@@ -118,9 +116,7 @@ def _die_with_parent() -> None:
 Span = tuple[float, float]  # seconds on the host's monotonic clock, so that ranks' readings compare
 
 
-def take_turns(
-    steps: Mapping[str, Callable[[], object]], rounds: int, count: int
-) -> Iterator[tuple[str, Span]]:
+def take_turns(steps: Mapping[str, Callable[[], object]], rounds: int, count: int) -> Iterator[tuple[str, Span]]:
     """Yield, as each contender's turn of ``count`` steps is done, its name and this rank's span of it.
 
     All ranks start a turn together. The order rotates from round to round, so that each contender starts

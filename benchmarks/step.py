@@ -51,9 +51,7 @@ def pipelines(
         # At P > 1 bare autograd runs one stage only, so its gradients are another model's.
         reference, *others = [name for name in modules if name != "bare" or P == 1]
         for name in others:
-            for expected, actual in zip(
-                modules[reference].parameters(), modules[name].parameters(), strict=True
-            ):
+            for expected, actual in zip(modules[reference].parameters(), modules[name].parameters(), strict=True):
                 torch.testing.assert_close(
                     actual.grad, expected.grad, msg=f"rank {rank}: gradients of {name} and {reference} differ"
                 )
@@ -137,9 +135,7 @@ def measure_host(P: int, names: Sequence[str], rounds: int, count: int) -> list[
     names = ["bare", *names]
     ranks = run_ranks(host_rank, P, names, boundaries, rounds, count, timeout=300)
     seconds = {
-        name: [
-            elapsed(spans) / (count * HOST_M) for spans in zip(*(each[name] for each in ranks), strict=True)
-        ]
+        name: [elapsed(spans) / (count * HOST_M) for spans in zip(*(each[name] for each in ranks), strict=True)]
         for name in names
     }
     return [

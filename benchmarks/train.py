@@ -87,8 +87,7 @@ def measure(names: Sequence[str], rounds: int, count: int) -> dict[str, Any]:
     losses = {name: each for _, on_rank in ranks for name, each in on_rank.items()}
     rates = {
         name: [
-            count * BATCH * CONTEXT / elapsed(turn)
-            for turn in zip(*(spans[name] for spans, _ in ranks), strict=True)
+            count * BATCH * CONTEXT / elapsed(turn) for turn in zip(*(spans[name] for spans, _ in ranks), strict=True)
         ]
         for name in names
     }

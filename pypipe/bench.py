@@ -167,7 +167,9 @@ def measure(world: Any, sizes: Sequence[int] = SIZES, only: tuple[int, int] | No
                 figures = _measure_pair(end, world.rank == a, sizes)
                 if world.rank == a:
                     measured.append(Pair(a, b, end.link, figures))
-                    world.store.set(f"{prefix}/{number}", json.dumps([asdict(figure) for figure in figures] + [end.link]))
+                    world.store.set(
+                        f"{prefix}/{number}", json.dumps([asdict(figure) for figure in figures] + [end.link])
+                    )
             # One pair at a time, lest they share a cable.
             *values, link = json.loads(_wait_for(world.store, f"{prefix}/{number}"))
             if world.rank == 0 and a != 0:
@@ -192,7 +194,7 @@ def _rank_main(rank: int, report: Callable[[Any], None], store_path: str) -> Non
 
     from pypipe.runtime.world import World
 
-    world = World(rank, 2, dist.FileStore(store_path, 2), None, "bench")
+    world = World(rank, 2, dist.FileStore(store_path, 2), None, "bench")  # type: ignore[attr-defined]
     pairs = measure(world)
     if rank == 0:
         report([asdict(pair) for pair in pairs])
@@ -244,15 +246,16 @@ def _print(pairs: list[Pair], size: int, as_json: bool) -> None:
         console.print(table)
         return
     small, large = pairs[0].figures[0].bytes, pairs[0].figures[-1].bytes
-    for title, value in (
-        (f"latency of {_readable(small)}, µs", lambda pair: f"{pair.figures[0].latency_us:.1f}"),
-        (f"bandwidth of {_readable(large)}, GB/s", lambda pair: f"{pair.figures[-1].bandwidth_gb_s:.2f}"),
+    latencies = {(pair.source, pair.target): f"{pair.figures[0].latency_us:.1f}" for pair in pairs}
+    rates = {(pair.source, pair.target): f"{pair.figures[-1].bandwidth_gb_s:.2f}" for pair in pairs}
+    for title, cells in (
+        (f"latency of {_readable(small)}, µs", latencies),
+        (f"bandwidth of {_readable(large)}, GB/s", rates),
     ):
         table = Table(title=title)
         table.add_column("rank", justify="right")
         for rank in range(size):
             table.add_column(str(rank), justify="right")
-        cells = {(pair.source, pair.target): value(pair) for pair in pairs}
         for row in range(size):
             table.add_row(str(row), *(cells.get((min(row, c), max(row, c)), "-") for c in range(size)))
         console.print(table)

@@ -32,9 +32,7 @@ def main() -> None:
 
 @main.command()
 @click.option("--stages", default=_DEFAULTS.stages, help="Rank processes; each holds one stage of the model.")
-@click.option(
-    "--schedule", default=_DEFAULTS.schedule, type=click.Choice(SCHEDULES), help="Order of actions."
-)
+@click.option("--schedule", default=_DEFAULTS.schedule, type=click.Choice(SCHEDULES), help="Order of actions.")
 @click.option("--microbatches", default=_DEFAULTS.microbatches, help="Slices of each batch.")
 @click.option("--steps", default=_DEFAULTS.steps, help="Optimizer steps.")
 @click.option("--batch", default=_DEFAULTS.batch, help="Sequences a step.")
@@ -93,7 +91,5 @@ def _summary(result: Result) -> str:
     ]
     cores = len(os.sched_getaffinity(0))
     if result.stages > cores:
-        lines.append(
-            f"The prediction takes a core per rank; here {result.stages} ranks took turns on {cores}."
-        )
+        lines.append(f"The prediction takes a core per rank; here {result.stages} ranks took turns on {cores}.")
     return "\n".join(lines)

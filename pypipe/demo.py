@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from pypipe.demo_input import Options
-from pypipe.launch import Ranks
 from pypipe.demo_meter import Meter, StepReport
+from pypipe.launch import Ranks
 
 # The progress bar's figures cover this many steps.
 _RECENT = 20

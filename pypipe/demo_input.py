@@ -82,9 +82,7 @@ class Options:
                 f"lower --microbatches, or give --batch {self.microbatches}"
             )
         if self.width % HEAD_WIDTH:
-            raise DemoInputError(
-                f"--width is {self.width}: give a multiple of {HEAD_WIDTH}, the width of one head"
-            )
+            raise DemoInputError(f"--width is {self.width}: give a multiple of {HEAD_WIDTH}, the width of one head")
 
 
 def read_text(path: Path | None, context: int) -> str:
@@ -105,9 +103,7 @@ def read_text(path: Path | None, context: int) -> str:
     except OSError as error:
         raise DemoInputError(f"cannot read {path} ({error.strerror}): give --text a readable file") from error
     except UnicodeDecodeError as error:
-        raise DemoInputError(
-            f"{path} is not UTF-8 at byte {error.start}: give --text a UTF-8 file"
-        ) from error
+        raise DemoInputError(f"{path} is not UTF-8 at byte {error.start}: give --text a UTF-8 file") from error
     if len(text) <= context:
         raise DemoInputError(
             f"{path} has {len(text)} characters, and one sequence with its target takes {context + 1}: "

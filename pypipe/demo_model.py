@@ -56,8 +56,7 @@ class Block(nn.Module):
         queries, keys, values = heads.permute(2, 0, 3, 1, 4)  # each (batch, heads, context, head width)
         mixed = nn.functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
         x = x + self.attention_out(mixed.transpose(1, 2).flatten(2))
-        x = x + self.perceptron(x)
-        return x
+        return x + self.perceptron(x)
 
 
 class Head(nn.Module):
@@ -83,7 +82,7 @@ def build_stage(shape: Shape, stage: int, stages: int, seed: int) -> nn.Sequenti
     first = 1 + stage * count + min(stage, left_over)
     layers = range(first, first + count + (stage < left_over))
     if stage == 0:
-        layers = range(0, layers.stop)
+        layers = range(layers.stop)
     if stage == stages - 1:
         layers = range(layers.start, shape.blocks + 2)
     return nn.Sequential(*(_build_layer(shape, layer, seed) for layer in layers))
@@ -113,9 +112,7 @@ def encode(text: str) -> tuple[Tensor, int]:
     return torch.tensor([numbers[character] for character in text]), len(numbers)
 
 
-def batches(
-    tokens: Tensor, batch: int, context: int, steps: int, seed: int
-) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(tokens: Tensor, batch: int, context: int, steps: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields `steps` pairs of inputs and targets, each int64 (batch, context).
 
     They are sequences from random places of the text, and the same moved on by one character. The same seed

@@ -17,9 +17,7 @@ from pypipe.demo_meter import StepReport
 from pypipe.demo_model import Shape, batches, build_stage, encode, loss_of, optimizer_for
 
 
-def train_rank(
-    rank: int, report: Callable[[StepReport], None], options: Options, text: str, store: Path
-) -> None:
+def train_rank(rank: int, report: Callable[[StepReport], None], options: Options, text: str, store: Path) -> None:
     """Trains stage `rank` of the model, and reports each step.
 
     Args:

@@ -59,9 +59,7 @@ class Ranks:
         scratch: an existing folder for the ranks' output.
     """
 
-    def __init__(
-        self, target: Callable[..., None], size: int, arguments: tuple[object, ...], scratch: Path
-    ) -> None:
+    def __init__(self, target: Callable[..., None], size: int, arguments: tuple[object, ...], scratch: Path) -> None:
         self._target = target
         self._size = size
         self._arguments = arguments

@@ -104,8 +104,8 @@ class _Schedule:
         """For each channel of this rank, what it has counted: messages, bytes, layouts, allocations, slots, ..."""
         if self._connection is None:
             return {}
-        ends = {**self._connection.senders, **self._connection.receivers}
-        return {channel: end.counters for channel, end in ends.items()}
+        counted = {channel: end.counters for channel, end in self._connection.senders.items()}
+        return counted | {channel: end.counters for channel, end in self._connection.receivers.items()}
 
     def step(
         self,
@@ -253,7 +253,8 @@ class _Schedule:
         if isinstance(error, _core.CoreError):
             public = failure.convert(error, connection.hub, self._rank, action, self._timeout)
         else:
-            error.add_note(f"pypipe: on rank {self._rank}, at {failure.describe_action(action) if executor else 'the start of the step'}")
+            doing = failure.describe_action(action) if executor is not None else "the start of the step"
+            error.add_note(f"pypipe: on rank {self._rank}, at {doing}")
         failure.report(connection.hub, self._rank, action, public)
         self._failure = f"{type(public).__name__}: {public}"
         if public is not error:
@@ -287,9 +288,7 @@ class _Schedule:
                 slots[channel] = max(count, slots.get(channel, 0))
         stage = self._stage
         links = {channel: self.program.link_of(channel) for channel in slots}
-        connection = Connection(
-            stage.world, stage.device, links, slots, self._card(), self._compare, self._timeout
-        )
+        connection = Connection(stage.world, stage.device, links, slots, self._card(), self._compare, self._timeout)
         self._execution = StageExecution(
             stage.submod,
             f"rank {self._rank}, stage {stage.stage_index}",
@@ -344,8 +343,8 @@ class _Schedule:
         count = cards[0]["num_stages"]
         if count != len(cards):
             raise ConfigurationError(
-                f"num_stages is {count}, but the pipeline's group has {len(cards)} ranks: this schedule runs one stage on "
-                "each rank; give PipelineStage a group of as many ranks as there are stages"
+                f"num_stages is {count}, but the pipeline's group has {len(cards)} ranks: this schedule runs one stage "
+                "on each rank; give PipelineStage a group of as many ranks as there are stages"
             )
         stages = [card["stage"] for card in cards]
         for rank, stage in enumerate(stages):
@@ -372,7 +371,7 @@ class ScheduleGPipe(_Schedule):
 
 
 class Schedule1F1B(_Schedule):
-    """One forward, one backward, in turn, after a short warm-up (PipeDream-Flush; Megatron-LM, arXiv 2104.04473, 2.2.1).
+    """One forward, one backward, in turn, after a warm-up (PipeDream-Flush; Megatron-LM, arXiv 2104.04473, 2.2.1).
 
     Rank i keeps the activations of min(M, P - i) microbatches; the bubble is (P - 1) / (M + P - 1) of a step.
     """

@@ -79,7 +79,8 @@ class PipelineStage:
         return self.stage_index == self.num_stages - 1
 
     def __repr__(self) -> str:
-        return f"PipelineStage({self.stage_index} of {self.num_stages}, {self.submod.__class__.__name__}, {self.device})"
+        name = type(self.submod).__name__
+        return f"PipelineStage({self.stage_index} of {self.num_stages}, {name}, {self.device})"
 
 
 def _device_of(module: nn.Module) -> torch.device:

@@ -8,10 +8,11 @@
 //   notifier 1. publish the data        (release store that ready() reads with acquire)
 //            2. sleepers += 0           (seq_cst: a read-modify-write, not a load)
 //            3. it was not 0?           -> rings += 1, FUTEX_WAKE
-// All changes of `sleepers` have one order. Where the waiter's comes first, the notifier sees it and rings; where the
-// notifier's comes first, the waiter's reads from it, so its ready() sees the data. A ring after the waiter's
-// step 2 changes the futex word, so no wake-up is lost. `trouble` (a peer died, an abort arrived) is announced by
-// ring() without looking at sleepers: the waiter sees it in step 3, or the futex word has changed.
+// All changes of `sleepers` have one order. Where the waiter's comes first, the notifier sees it and rings;
+// where the notifier's comes first, the waiter's reads from it, so its ready() sees the data. A ring after
+// the waiter's step 2 changes the futex word, so no wake-up is lost. `trouble` (a peer died, an abort
+// arrived) is announced by ring() without looking at sleepers: the waiter sees it in step 3, or the futex
+// word has changed.
 #pragma once
 
 #include <atomic>
@@ -27,7 +28,8 @@ struct alignas(64) Doorbell {
 };
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
 
-// How long and how eagerly to wait. `interruption` is called now and then while waiting and may throw (Ctrl-C).
+// How long and how eagerly to wait. `interruption` is called now and then while waiting and may throw
+// (Ctrl-C).
 struct Patience {
   std::chrono::nanoseconds timeout{std::chrono::minutes(10)};
   std::uint32_t spins = 0;  // polls before parking; 0 where ranks outnumber cores
@@ -46,8 +48,9 @@ void park(Doorbell& bell, std::uint32_t seen, std::chrono::steady_clock::time_po
 void relax() noexcept;
 }  // namespace detail
 
-// Returns true once ready() holds, false when the timeout has passed. `trouble()` is called before parking and after
-// each wake-up, and throws when waiting has become pointless; what was published before is still delivered.
+// Returns true once ready() holds, false when the timeout has passed. `trouble()` is called before parking
+// and after each wake-up, and throws when waiting has become pointless; what was published before is still
+// delivered.
 template <class Ready, class Trouble>
 [[nodiscard]] bool await(Doorbell& bell, const Patience& patience, Ready ready, Trouble trouble) {
   if (ready()) return true;
@@ -57,7 +60,9 @@ template <class Ready, class Trouble>
   }
   const auto deadline = std::chrono::steady_clock::now() + patience.timeout;
   struct Sleeper {
-    explicit Sleeper(Doorbell& at) noexcept : bell(at) { bell.sleepers.fetch_add(1, std::memory_order_seq_cst); }
+    explicit Sleeper(Doorbell& at) noexcept : bell(at) {
+      bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
+    }
     ~Sleeper() { bell.sleepers.fetch_sub(1, std::memory_order_relaxed); }
     Sleeper(const Sleeper&) = delete;
     Sleeper& operator=(const Sleeper&) = delete;

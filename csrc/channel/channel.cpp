@@ -15,8 +15,8 @@ struct LayoutHeader {
   std::uint32_t reserved;
 };
 
-// Slots grow in steps of an eighth of their power of two: at most 12.5 % is unused, and sizes that creep upwards
-// cost a logarithmic number of allocations.
+// Slots grow in steps of an eighth of their power of two: at most 12.5 % is unused, and sizes that creep
+// upwards cost a logarithmic number of allocations.
 std::size_t grown(std::size_t bytes) {
   if (bytes <= 4096) return 4096;
   const std::size_t step = std::bit_floor(bytes) / 8;
@@ -44,8 +44,8 @@ std::vector<std::size_t> pack(std::span<const std::size_t> sizes) {
   return offsets;
 }
 
-std::uint32_t LayoutAnnouncer::announce(std::string_view description, std::size_t bytes, std::uint32_t forgotten,
-                                        const Patience& patience) {
+std::uint32_t LayoutAnnouncer::announce(std::string_view description, std::size_t bytes,
+                                        std::uint32_t forgotten, const Patience& patience) {
   const LayoutHeader header{bytes, forgotten, 0};
   std::string payload(reinterpret_cast<const char*>(&header), sizeof(header));
   payload += description;
@@ -64,7 +64,8 @@ const LayoutBook::Layout& LayoutBook::find(std::uint32_t id, const Patience& pat
     if (found != layouts_.end()) return found->second;
     const Frame frame = hub_.take(peer_, FrameType::layout, channel_, patience);
     LayoutHeader header{};
-    if (frame.payload.size() < sizeof(header)) throw Error(Fault::protocol, "a layout frame that is too short");
+    if (frame.payload.size() < sizeof(header))
+      throw Error(Fault::protocol, "a layout frame that is too short");
     std::memcpy(&header, frame.payload.data(), sizeof(header));
     if (frame.value == 0 || frame.value > id) {
       throw Error(Fault::protocol, "rank " + std::to_string(peer_) + " sent a message of layout " +
@@ -94,7 +95,8 @@ std::uint32_t SendChannel::announce(std::string_view description, std::size_t by
   return id;
 }
 
-void SendChannel::send(Envelope envelope, std::span<const Part> parts, Stream stream, const Patience& patience) {
+void SendChannel::send(Envelope envelope, std::span<const Part> parts, Stream stream,
+                       const Patience& patience) {
   envelope.channel = channel_;
   envelope.bytes = 0;
   for (const Part& part : parts) {
@@ -107,27 +109,29 @@ void SendChannel::send(Envelope envelope, std::span<const Part> parts, Stream st
 
 void check_tag(const Envelope& got, std::uint32_t channel, std::uint32_t stage, std::uint32_t kind,
                std::uint32_t microbatch, int peer) {
-  if (got.channel == channel && got.stage == stage && got.kind == kind && got.microbatch == microbatch) return;
+  if (got.channel == channel && got.stage == stage && got.kind == kind && got.microbatch == microbatch)
+    return;
   throw Error(Fault::mismatch, "rank " + std::to_string(peer) + " sent " +
                                    action(got.stage, got.kind, got.microbatch) + " where " +
                                    action(stage, kind, microbatch) +
                                    " was expected: the two ranks run different programs");
 }
 
-ReceiveChannel::ReceiveChannel(Hub& hub, ReceiveLink& link, int peer, std::uint32_t channel, std::uint32_t slots)
+ReceiveChannel::ReceiveChannel(Hub& hub, ReceiveLink& link, int peer, std::uint32_t channel,
+                               std::uint32_t slots)
     : link_(link), peer_(peer), channel_(channel), layouts_(hub, peer, channel) {
   counters_.slots = slots;
 }
 
-Arrival ReceiveChannel::receive(std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch, Stream stream,
-                                const Patience& patience) {
+Arrival ReceiveChannel::receive(std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch,
+                                Stream stream, const Patience& patience) {
   Arrival arrival = link_.receive(stream, patience);
   check_tag(arrival.envelope, channel_, stage, kind, microbatch, peer_);
   const LayoutBook::Layout& layout = layouts_.find(arrival.envelope.layout, patience);
   if (layout.bytes != arrival.envelope.bytes) {
-    throw Error(Fault::mismatch, action(stage, kind, microbatch) + " of rank " + std::to_string(peer_) + " has " +
-                                     std::to_string(arrival.envelope.bytes) + " bytes, its layout " +
-                                     std::to_string(layout.bytes));
+    throw Error(Fault::mismatch, action(stage, kind, microbatch) + " of rank " + std::to_string(peer_) +
+                                     " has " + std::to_string(arrival.envelope.bytes) +
+                                     " bytes, its layout " + std::to_string(layout.bytes));
   }
   if (arrival.slot.generation != generation_) {
     generation_ = arrival.slot.generation;

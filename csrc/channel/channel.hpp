@@ -1,8 +1,10 @@
-// A channel: one stage boundary in one direction, on top of a link. It adds layouts, tags and the count of slots.
+// A channel: one stage boundary in one direction, on top of a link. It adds layouts, tags and the count of
+// slots.
 //
-// The payload of a layout frame: u64 bytes of a message, u32 id of a layout that the sender has forgotten (0: none),
-// u32 zero, then the layout's description, which only the two ends' Python reads. A sender announces a layout before
-// the first message that has it; both travel in order, so a receiver that meets an unknown id finds it in its inbox.
+// The payload of a layout frame: u64 bytes of a message, u32 id of a layout that the sender has forgotten (0:
+// none), u32 zero, then the layout's description, which only the two ends' Python reads. A sender announces a
+// layout before the first message that has it; both travel in order, so a receiver that meets an unknown id
+// finds it in its inbox.
 #pragma once
 
 #include <cstdint>
@@ -92,9 +94,10 @@ class ReceiveChannel {
   ReceiveChannel(Hub& hub, ReceiveLink& link, int peer, std::uint32_t channel, std::uint32_t slots);
 
   void post(Stream stream) { link_.post(channel_, stream); }
-  // The next message, which must be the one of this stage, kind and microbatch. Throws Error{mismatch} otherwise.
-  [[nodiscard]] Arrival receive(std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch, Stream stream,
-                                const Patience& patience);
+  // The next message, which must be the one of this stage, kind and microbatch. Throws Error{mismatch}
+  // otherwise.
+  [[nodiscard]] Arrival receive(std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch,
+                                Stream stream, const Patience& patience);
   [[nodiscard]] const LayoutBook::Layout& layout(std::uint32_t id, const Patience& patience) {
     return layouts_.find(id, patience);
   }

@@ -46,9 +46,8 @@ std::array<std::byte, frame_header_bytes> encode_header(FrameType type, std::uin
     throw Error(Fault::usage, "a control frame of type " + std::to_string(static_cast<unsigned>(type)) +
                                   " with " + std::to_string(payload_bytes) + " bytes is over its limit");
   }
-  const Header header{magic,   static_cast<std::uint16_t>(type),
-                      0,       channel,
-                      static_cast<std::uint32_t>(payload_bytes), value};
+  const Header header{magic,   static_cast<std::uint16_t>(type),          0,
+                      channel, static_cast<std::uint32_t>(payload_bytes), value};
   std::array<std::byte, frame_header_bytes> bytes{};
   std::memcpy(bytes.data(), &header, sizeof(header));
   return bytes;

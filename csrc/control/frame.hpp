@@ -1,4 +1,5 @@
-// Frames of the control sockets: a fixed header, then at most `limit(type)` bytes. Nothing in them is executed.
+// Frames of the control sockets: a fixed header, then at most `limit(type)` bytes. Nothing in them is
+// executed.
 #pragma once
 
 #include <array>

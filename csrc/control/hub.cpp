@@ -26,8 +26,8 @@ constexpr std::chrono::milliseconds farewell{500};  // patience for abort and le
 
 // Writes everything, waiting for room with poll(). Returns false when `deadline` passes or `give_up` says so.
 template <class GiveUp>
-bool write_all(int fd, std::span<const iovec> parts, int descriptor, std::chrono::steady_clock::time_point deadline,
-               GiveUp give_up) {
+bool write_all(int fd, std::span<const iovec> parts, int descriptor,
+               std::chrono::steady_clock::time_point deadline, GiveUp give_up) {
   std::vector<iovec> left(parts.begin(), parts.end());
   bool pass_descriptor = descriptor >= 0;
   while (!left.empty()) {
@@ -82,14 +82,13 @@ std::string lost_cause(int lost, int seen_by, std::string_view how) {
 
 Hub::Hub(int rank) : rank_(rank), wake_(check_errno(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd")) {}
 
-Hub::~Hub() {
-  close();
-}
+Hub::~Hub() { close(); }
 
 void Hub::add_peer(int rank, Fd socket) {
   if (thread_.joinable() || closing_) throw Error(Fault::usage, "add_peer() after start()");
   if (!socket || rank == rank_ || peers_.contains(rank)) {
-    throw Error(Fault::usage, "add_peer() wants one connected socket per other rank; rank " + std::to_string(rank));
+    throw Error(Fault::usage,
+                "add_peer() wants one connected socket per other rank; rank " + std::to_string(rank));
   }
   check_errno(::fcntl(socket.get(), F_SETFD, FD_CLOEXEC), "fcntl");
   auto peer = std::make_unique<Peer>();
@@ -116,7 +115,8 @@ void Hub::start() {
 Hub::Peer& Hub::find(int peer) const {
   const auto found = peers_.find(peer);
   if (found == peers_.end()) {
-    throw Error(Fault::usage, "rank " + std::to_string(peer) + " is no neighbour of rank " + std::to_string(rank_));
+    throw Error(Fault::usage,
+                "rank " + std::to_string(peer) + " is no neighbour of rank " + std::to_string(rank_));
   }
   return *found->second;
 }
@@ -132,8 +132,9 @@ void Hub::send(int peer, FrameType type, std::uint32_t channel, std::uint64_t va
   try {
     const std::scoped_lock lock(to.writing);
     if (closing_) throw Error(Fault::usage, "the control connection of this rank is closed");
-    written = write_all(to.socket.get(), std::span(parts).first(payload.empty() ? 1 : 2), descriptor, deadline,
-                        [&] { return failed_.load(std::memory_order_acquire) || to.state != State::present; });
+    written =
+        write_all(to.socket.get(), std::span(parts).first(payload.empty() ? 1 : 2), descriptor, deadline,
+                  [&] { return failed_.load(std::memory_order_acquire) || to.state != State::present; });
   } catch (const Error& error) {
     if (error.fault() != Fault::system) throw;
     // The hub thread sees the same broken socket and says why; without it, this is all there is to say.
@@ -193,9 +194,7 @@ void Hub::ring_all() noexcept {
   for (Doorbell* bell : bells_) ring(*bell);
 }
 
-void Hub::abort(std::string_view cause) noexcept {
-  fail(cause.substr(0, *limit(FrameType::abort)), rank_);
-}
+void Hub::abort(std::string_view cause) noexcept { fail(cause.substr(0, *limit(FrameType::abort)), rank_); }
 
 void Hub::fail(std::string_view cause, int except) noexcept {
   {
@@ -251,7 +250,8 @@ void Hub::run() noexcept {
       }
       if (closing_.load(std::memory_order_acquire)) break;  // its goodbye may cross ours: no loss
       State expected = State::present;
-      if (peer->state.compare_exchange_strong(expected, State::lost)) fail(lost_cause(rank, rank_, how), rank);
+      if (peer->state.compare_exchange_strong(expected, State::lost))
+        fail(lost_cause(rank, rank_, how), rank);
       ring_all();
     }
   }

@@ -3,9 +3,10 @@
 // Who does what:
 //   any thread      send(), take(), abort(), check(), close()
 //   the hub thread  reads sockets, sorts frames into inboxes, notices deaths, passes aborts on, rings bells
-// `mutex_` guards inboxes, states and bells; each peer's `writing` mutex keeps its frames whole. The first cause is
-// written once, before `failed_` is stored (release). No mutex is held while a call blocks, except `writing`, whose
-// holder waits for the peer's hub thread to drain the socket, and that thread never waits for this rank's.
+// `mutex_` guards inboxes, states and bells; each peer's `writing` mutex keeps its frames whole. The first
+// cause is written once, before `failed_` is stored (release). No mutex is held while a call blocks, except
+// `writing`, whose holder waits for the peer's hub thread to drain the socket, and that thread never waits
+// for this rank's.
 #pragma once
 
 #include <atomic>
@@ -48,8 +49,8 @@ class Hub {
   // Waits for the next frame of this peer, type and channel. Throws Error{peer_gone, aborted, timeout}.
   [[nodiscard]] Frame take(int peer, FrameType type, std::uint32_t channel, const Patience& patience);
 
-  // Makes the pipeline fail everywhere: sets the first cause here and tells every neighbour, which tells its own.
-  // `cause` is JSON. A later cause is ignored. Never throws and never blocks for more than a moment.
+  // Makes the pipeline fail everywhere: sets the first cause here and tells every neighbour, which tells its
+  // own. `cause` is JSON. A later cause is ignored. Never throws and never blocks for more than a moment.
   void abort(std::string_view cause) noexcept;
 
   // The first cause, once there is one.

@@ -1,13 +1,17 @@
 // The contract of a link: one directed rank-to-rank FIFO for one kind of traffic (forward or backward).
 //
-// A link moves messages; it knows nothing of tensors. The sender gathers the parts of a message; the receiver finds
-// them in one slot. All work is ordered on a Stream: on a CPU that is the host itself, and a call has done its work
-// when it returns; on a GPU the call enqueues it and the host goes on. So a channel never asks which one it is:
+// A link moves messages; it knows nothing of tensors. The sender gathers the parts of a message; the receiver
+// finds them in one slot. All work is ordered on a Stream: on a CPU that is the host itself, and a call has
+// done its work when it returns; on a GPU the call enqueues it and the host goes on. So a channel never asks
+// which one it is:
 //
-//   sender    reserve()   a channel needs slots of some size (at its first layout, and when one outgrows them)
-//             send()      reads the parts after all earlier work of the stream; they may be overwritten or freed by
+//   sender    reserve()   a channel needs slots of some size (at its first layout, and when one outgrows
+//   them)
+//             send()      reads the parts after all earlier work of the stream; they may be overwritten or
+//             freed by
 //                         work that is ordered after sent() on the same stream
-//   receiver  post()      one more receive may be started, into a free slot, once earlier work of the stream is done
+//   receiver  post()      one more receive may be started, into a free slot, once earlier work of the stream
+//   is done
 //             receive()   the next message; the stream's later work sees its bytes
 //             release()   the slot may be overwritten once earlier work of the stream is done
 //
@@ -74,7 +78,8 @@ class SendLink {
   virtual void reserve(std::uint32_t channel, std::uint32_t slots, std::size_t bytes,
                        const Patience& patience) = 0;
 
-  // Waits (on the host, for the host's part only) until a slot is free. Throws Error{timeout, peer_gone, aborted}.
+  // Waits (on the host, for the host's part only) until a slot is free. Throws Error{timeout, peer_gone,
+  // aborted}.
   virtual void send(const Envelope& envelope, std::span<const Part> parts, Stream stream,
                     const Patience& patience) = 0;
 };

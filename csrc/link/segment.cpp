@@ -16,7 +16,8 @@ namespace {
 
 constexpr int size_seals = F_SEAL_SHRINK | F_SEAL_GROW;
 
-// Two ends in one process share one mapping: less memory, and a race checker that goes by addresses sees both.
+// Two ends in one process share one mapping: less memory, and a race checker that goes by addresses sees
+// both.
 struct Mapped {
   std::mutex mutex;
   std::map<std::pair<dev_t, ino_t>, std::weak_ptr<Segment>> segments;
@@ -28,7 +29,7 @@ Mapped& mapped() {
 }
 
 struct stat status_of(int descriptor) {
-  struct stat status {};
+  struct stat status{};
   check_errno(::fstat(descriptor, &status), "fstat of shared memory");
   return status;
 }
@@ -36,14 +37,13 @@ struct stat status_of(int descriptor) {
 }  // namespace
 
 Segment::Segment(Fd descriptor, std::size_t bytes) : descriptor_(std::move(descriptor)), bytes_(bytes) {
-  void* address = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, descriptor_.get(), 0);
+  void* address =
+      ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, descriptor_.get(), 0);
   if (address == MAP_FAILED) throw_errno("mapping " + std::to_string(bytes) + " bytes of shared memory");
   data_ = static_cast<std::byte*>(address);
 }
 
-Segment::~Segment() {
-  ::munmap(data_, bytes_);
-}
+Segment::~Segment() { ::munmap(data_, bytes_); }
 
 std::shared_ptr<Segment> Segment::create(std::size_t bytes) {
   Fd descriptor(check_errno(::memfd_create("pypipe", MFD_CLOEXEC | MFD_ALLOW_SEALING), "memfd_create"));

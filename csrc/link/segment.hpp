@@ -11,7 +11,8 @@ namespace pypipe {
 // One mapping of an anonymous memory file. Its size is sealed, so that neither end can make the other fault.
 class Segment {
  public:
-  // Creates and maps zeroed memory, with all of its pages allocated. Throws Error{system} when there is not enough.
+  // Creates and maps zeroed memory, with all of its pages allocated. Throws Error{system} when there is not
+  // enough.
   [[nodiscard]] static std::shared_ptr<Segment> create(std::size_t bytes);
 
   // Maps what a peer created. A descriptor that is mapped in this process already yields that mapping.

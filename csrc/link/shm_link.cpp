@@ -60,7 +60,8 @@ std::string about(std::uint32_t channel, int peer) {
 
 }  // namespace
 
-ShmSendLink::ShmSendLink(Hub& hub, int peer, std::uint32_t link, std::uint32_t capacity, const Patience& patience)
+ShmSendLink::ShmSendLink(Hub& hub, int peer, std::uint32_t link, std::uint32_t capacity,
+                         const Patience& patience)
     : hub_(hub),
       peer_(peer),
       capacity_(capacity),
@@ -70,18 +71,18 @@ ShmSendLink::ShmSendLink(Hub& hub, int peer, std::uint32_t link, std::uint32_t c
   hub_.watch(rings_->sender);
 }
 
-ShmSendLink::~ShmSendLink() {
-  hub_.unwatch(rings_->sender);
-}
+ShmSendLink::~ShmSendLink() { hub_.unwatch(rings_->sender); }
 
-void ShmSendLink::reserve(std::uint32_t channel, std::uint32_t slots, std::size_t bytes, const Patience& patience) {
+void ShmSendLink::reserve(std::uint32_t channel, std::uint32_t slots, std::size_t bytes,
+                          const Patience& patience) {
   const std::size_t padded = (bytes + slot_alignment - 1) / slot_alignment * slot_alignment;
   Lane& lane = lanes_[channel];
   lane.memory = Segment::create(std::max(padded * slots, slot_alignment));
   lane.generation += 1;
   lane.slots = slots;
   lane.bytes = padded;
-  // Messages of older generations stay in flight until the receiver returns them; they still count in in_flight.
+  // Messages of older generations stay in flight until the receiver returns them; they still count in
+  // in_flight.
   lane.free.clear();
   for (std::uint32_t slot = slots; slot > 0; --slot) lane.free.push_back(slot - 1);
   const SlotsFrame frame{slots, padded};
@@ -92,12 +93,14 @@ void ShmSendLink::reserve(std::uint32_t channel, std::uint32_t slots, std::size_
 
 void ShmSendLink::collect_credits() {
   const std::uint64_t returned = rings_->returned.load(std::memory_order_acquire);
-  if (returned - collected_ > capacity_) throw Error(Fault::protocol, "the receiver returned slots it did not have");
+  if (returned - collected_ > capacity_)
+    throw Error(Fault::protocol, "the receiver returned slots it did not have");
   for (; collected_ != returned; ++collected_) {
     const Credit credit = credits(rings_, capacity_)[collected_ % capacity_];
     const auto found = lanes_.find(credit.channel);
     if (found == lanes_.end() || found->second.in_flight == 0) {
-      throw Error(Fault::protocol, "the receiver returned a slot of an unknown " + about(credit.channel, peer_));
+      throw Error(Fault::protocol,
+                  "the receiver returned a slot of an unknown " + about(credit.channel, peer_));
     }
     Lane& lane = found->second;
     lane.in_flight -= 1;
@@ -139,9 +142,7 @@ ShmReceiveLink::ShmReceiveLink(Hub& hub, int peer, std::uint32_t link, std::uint
   hub_.watch(rings_->receiver);
 }
 
-ShmReceiveLink::~ShmReceiveLink() {
-  hub_.unwatch(rings_->receiver);
-}
+ShmReceiveLink::~ShmReceiveLink() { hub_.unwatch(rings_->receiver); }
 
 void ShmReceiveLink::post(std::uint32_t /*channel*/, Stream /*stream*/) {
   // The credit of a free slot is with the sender already: release() put it there.
@@ -153,13 +154,15 @@ ShmReceiveLink::Lane& ShmReceiveLink::lane(std::uint32_t channel, std::uint32_t 
   while (lane.generation != generation) {
     Frame frame = hub_.take(peer_, FrameType::memory, channel, patience);
     SlotsFrame slots{};
-    if (frame.payload.size() != sizeof(slots)) throw Error(Fault::protocol, "a memory frame of a wrong length");
+    if (frame.payload.size() != sizeof(slots))
+      throw Error(Fault::protocol, "a memory frame of a wrong length");
     std::memcpy(&slots, frame.payload.data(), sizeof(slots));
     constexpr std::uint64_t most_bytes = std::uint64_t{1} << 46;
     if (frame.value != lane.generation + 1 || slots.slots > capacity_ || slots.bytes > most_bytes) {
       throw Error(Fault::protocol, "impossible slots were announced for " + about(channel, peer_));
     }
-    lane.memory = Segment::attach(std::move(frame.descriptor), std::max(slots.slots * slots.bytes, slot_alignment));
+    lane.memory =
+        Segment::attach(std::move(frame.descriptor), std::max(slots.slots * slots.bytes, slot_alignment));
     lane.generation = static_cast<std::uint32_t>(frame.value);
     lane.slots = static_cast<std::uint32_t>(slots.slots);
     lane.bytes = slots.bytes;
@@ -179,8 +182,9 @@ Arrival ShmReceiveLink::receive(Stream /*stream*/, const Patience& patience) {
     throw Error(Fault::protocol, "a message outside its slots on " + about(envelope.channel, peer_));
   }
   consumed_ += 1;
-  return Arrival{envelope, Slot{envelope.channel, message.generation, message.slot,
-                                from.memory->data() + std::size_t{message.slot} * from.bytes, from.bytes, from.memory}};
+  return Arrival{envelope,
+                 Slot{envelope.channel, message.generation, message.slot,
+                      from.memory->data() + std::size_t{message.slot} * from.bytes, from.bytes, from.memory}};
 }
 
 void ShmReceiveLink::release(const Slot& slot, Stream /*stream*/) {

@@ -1,15 +1,16 @@
 // The link between two processes of one host: the sender copies each message once, into the receiver's slot.
 //
-// Memory. One small segment per link holds two rings of fixed size; one segment per channel and generation holds the
-// slots. The sender creates them all and passes the descriptors over the control socket before it publishes anything
-// that refers to them, so the receiver never waits for more than that socket.
+// Memory. One small segment per link holds two rings of fixed size; one segment per channel and generation
+// holds the slots. The sender creates them all and passes the descriptors over the control socket before it
+// publishes anything that refers to them, so the receiver never waits for more than that socket.
 //
 // Protocol of the rings (single producer, single consumer; counters only grow, index = counter % capacity):
-//   messages[]  written by the sender, then `published` (release); read by the receiver after `published` (acquire)
-//   slot bytes  written by the sender before `published`; owned by the receiver until it returns the slot
-//   credits[]   written by the receiver, then `returned` (release); read by the sender after `returned` (acquire)
-// A slot is written only while its credit is with the sender. Messages in flight never exceed the slots of the
-// link's channels, which is the capacity of both rings, so neither can overflow.
+//   messages[]  written by the sender, then `published` (release); read by the receiver after `published`
+//   (acquire) slot bytes  written by the sender before `published`; owned by the receiver until it returns
+//   the slot credits[]   written by the receiver, then `returned` (release); read by the sender after
+//   `returned` (acquire)
+// A slot is written only while its credit is with the sender. Messages in flight never exceed the slots of
+// the link's channels, which is the capacity of both rings, so neither can overflow.
 #pragma once
 
 #include <atomic>
@@ -34,7 +35,8 @@ class ShmSendLink final : public SendLink {
   ShmSendLink(Hub& hub, int peer, std::uint32_t link, std::uint32_t capacity, const Patience& patience);
   ~ShmSendLink() override;
 
-  void reserve(std::uint32_t channel, std::uint32_t slots, std::size_t bytes, const Patience& patience) override;
+  void reserve(std::uint32_t channel, std::uint32_t slots, std::size_t bytes,
+               const Patience& patience) override;
   void send(const Envelope& envelope, std::span<const Part> parts, Stream stream,
             const Patience& patience) override;
 

@@ -24,8 +24,8 @@ void translate(std::exception_ptr pointer) {
   }
 }
 
-// Called on a waiting thread that has given up the GIL. Only Python's main thread handles signals; elsewhere this
-// does nothing.
+// Called on a waiting thread that has given up the GIL. Only Python's main thread handles signals; elsewhere
+// this does nothing.
 void handle_signals() {
   const py::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
@@ -38,20 +38,22 @@ void register_base(py::module_& module) {
   py::reinterpret_borrow<py::object>(core_error).attr("fault") = "";
   py::register_exception_translator(&translate);
 
-  py::class_<Patience>(module, "Patience", "How long (seconds) and how eagerly (polls before parking) to wait.")
+  py::class_<Patience>(module, "Patience",
+                       "How long (seconds) and how eagerly (polls before parking) to wait.")
       .def(py::init([](double timeout, std::uint32_t spins) {
              constexpr double most = 1e9;  // some 30 years; more would overflow nanoseconds
              const double seconds = timeout < most ? timeout : most;
              Patience patience;
-             patience.timeout = std::chrono::duration_cast<std::chrono::nanoseconds>(
-                 std::chrono::duration<double>(seconds));
+             patience.timeout =
+                 std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(seconds));
              patience.spins = spins;
              patience.interruption = &handle_signals;
              return patience;
            }),
            py::arg("timeout"), py::arg("spins") = 0)
       .def_property_readonly(
-          "timeout", [](const Patience& patience) { return std::chrono::duration<double>(patience.timeout).count(); })
+          "timeout",
+          [](const Patience& patience) { return std::chrono::duration<double>(patience.timeout).count(); })
       .def_readonly("spins", &Patience::spins);
 }
 

@@ -126,9 +126,7 @@ def _one_f_one_b_rank(stage: int, n_warmup: int, n_microbatches: int) -> tuple[A
 
 def _require_positive(n_ranks: int, n_microbatches: int) -> None:
     if n_ranks < 1:
-        raise ValueError(
-            f"a pipeline needs 1 rank or more, not {n_ranks}: give the group's number of processes"
-        )
+        raise ValueError(f"a pipeline needs 1 rank or more, not {n_ranks}: give the group's number of processes")
     if n_microbatches < 1:
         raise ValueError(
             f"a step needs 1 microbatch or more, not {n_microbatches}: "

@@ -57,9 +57,7 @@ def check_progress(program: Program) -> None:
         at[rank] = position
     blocked = {rank: position for rank, position in enumerate(at) if position < len(program.ranks[rank])}
     if blocked:
-        raise stuck(
-            program, {rank: (position, _reason(program, at, rank)) for rank, position in blocked.items()}
-        )
+        raise stuck(program, {rank: (position, _reason(program, at, rank)) for rank, position in blocked.items()})
 
 
 def _awaited_by_kind(program: Program) -> dict[Kind, list[int]]:

@@ -36,9 +36,7 @@ def grid(drawn: Timeline | Program) -> str:
             cells[round(start) : round(end)] = [text] * round(end - start)
         rows.append((f"{'Stage' if is_linear else 'Rank'} {rank}:", cells))
     header = [str(column) for column in range(n_columns)]
-    width = (
-        max((len(cell) for cells in (header, *(cells for _, cells in rows)) for cell in cells), default=0) + 2
-    )
+    width = max((len(cell) for cells in (header, *(cells for _, cells in rows)) for cell in cells), default=0) + 2
     return "\n".join(
         (label.ljust(_LABEL_WIDTH) + "".join(cell.ljust(width) for cell in cells)).rstrip()
         for label, cells in (("t:", header), *rows)

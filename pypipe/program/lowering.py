@@ -45,9 +45,7 @@ def lower(program: Program) -> Program:
     incoming: list[list[list[Message]]] = [[] for _ in program.ranks]
     for link in sorted(messages):
         incoming[link.target_rank].append(messages[link])
-    lists = [
-        _lower_rank(program, positions, rank, incoming[rank], sends[rank]) for rank in range(program.n_ranks)
-    ]
+    lists = [_lower_rank(program, positions, rank, incoming[rank], sends[rank]) for rank in range(program.n_ranks)]
     return replace(program, ranks=tuple(lists))
 
 
@@ -55,9 +53,7 @@ def _plan_sends(program: Program) -> tuple[list[dict[int, Action]], dict[Link, l
     """For each rank the SENDs by their producers' positions; for each link its messages in sending order."""
     messages: dict[Link, list[Message]] = {}
     outputs = [_route(program, messages, Kind.F, s, program.next_stage(s)) for s in range(program.n_stages)]
-    gradients = [
-        _route(program, messages, Kind.B, s, program.previous_stage(s)) for s in range(program.n_stages)
-    ]
+    gradients = [_route(program, messages, Kind.B, s, program.previous_stage(s)) for s in range(program.n_stages)]
     sends: list[dict[int, Action]] = []
     for actions in program.ranks:
         following: dict[int, Action] = {}
@@ -69,9 +65,7 @@ def _plan_sends(program: Program) -> tuple[list[dict[int, Action]], dict[Link, l
             if route is not None:
                 channel, queue = route
                 queue.append((channel, microbatch))
-                following[position] = Action(
-                    stage, Kind.SEND_F if kind is Kind.F else Kind.SEND_B, microbatch
-                )
+                following[position] = Action(stage, Kind.SEND_F if kind is Kind.F else Kind.SEND_B, microbatch)
         sends.append(following)
     return sends, messages
 

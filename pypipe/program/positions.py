@@ -44,9 +44,7 @@ def find_positions(program: Program) -> Positions:
     """
     tables = _locate(program)
     is_forward_only = not any(
-        action.kind.is_compute and action.kind is not Kind.F
-        for actions in program.ranks
-        for action in actions
+        action.kind.is_compute and action.kind is not Kind.F for actions in program.ranks for action in actions
     )
     positions = Positions(
         tables,
@@ -90,9 +88,7 @@ def _locate(program: Program) -> dict[Kind, list[int]]:
 
 
 def _check_complete(program: Program, positions: Positions, stage: int) -> None:
-    forward, full, input_half, weight_half = (
-        positions.tables[kind] for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
-    )
+    forward, full, input_half, weight_half = (positions.tables[kind] for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
     for microbatch in program.microbatches_of(stage):
         key = stage * program.n_microbatches + microbatch
         if forward[key] < 0:
@@ -103,9 +99,7 @@ def _check_complete(program: Program, positions: Positions, stage: int) -> None:
             for kind, table in ((Kind.I, input_half), (Kind.W, weight_half)):
                 if table[key] >= 0:
                     what = f"the full backward at position {full[key]} does this too; list B, or I and W"
-                    raise fault(
-                        program, what, Action(stage, kind, microbatch), {program.placement[stage]: table[key]}
-                    )
+                    raise fault(program, what, Action(stage, kind, microbatch), {program.placement[stage]: table[key]})
         elif input_half[key] < 0:
             raise _missing(program, Action(stage, Kind.I if weight_half[key] >= 0 else Kind.B, microbatch))
         elif weight_half[key] < 0:
@@ -128,24 +122,18 @@ def _check_order(program: Program, positions: Positions, stage: int) -> None:
     for microbatch in program.microbatches_of(stage):
         key = stage * n_microbatches + microbatch
         if before is not None and local_before:
-            _require_before(
-                program, stage, microbatch, forward[before * n_microbatches + microbatch], forward[key]
-            )
+            _require_before(program, stage, microbatch, forward[before * n_microbatches + microbatch], forward[key])
         if positions.is_forward_only:
             continue
         _require_before(program, stage, microbatch, forward[key], backward[key])
         if input_half[key] >= 0:
             _require_before(program, stage, microbatch, backward[key], positions.release[key])
         if after is not None and local_after:
-            _require_before(
-                program, stage, microbatch, backward[after * n_microbatches + microbatch], backward[key]
-            )
+            _require_before(program, stage, microbatch, backward[after * n_microbatches + microbatch], backward[key])
 
 
 def _require_before(program: Program, stage: int, microbatch: int, earlier: int, later: int) -> None:
     if earlier > later:
         rank = program.placement[stage]
         action, needed = program.ranks[rank][later], program.ranks[rank][earlier]
-        raise fault(
-            program, f"it needs {needed}, which comes later, at position {earlier}", action, {rank: later}
-        )
+        raise fault(program, f"it needs {needed}, which comes later, at position {earlier}", action, {rank: later})

@@ -100,9 +100,7 @@ class Program:
             raise ValueError("a program needs 1 stage or more: give `placement` a rank for each")
         for stage, rank in enumerate(self.placement):
             if not 0 <= rank < len(self.ranks):
-                raise ValueError(
-                    f"stage {stage} is placed on rank {rank}, but the ranks are 0..{len(self.ranks) - 1}"
-                )
+                raise ValueError(f"stage {stage} is placed on rank {rank}, but the ranks are 0..{len(self.ranks) - 1}")
 
     @property
     def n_ranks(self) -> int:
@@ -149,6 +147,4 @@ class Program:
 
     def compute_only(self) -> Program:
         """The same program without its transfers: what `lower` takes."""
-        return replace(
-            self, ranks=tuple(tuple(a for a in actions if a.kind.is_compute) for actions in self.ranks)
-        )
+        return replace(self, ranks=tuple(tuple(a for a in actions if a.kind.is_compute) for actions in self.ranks))

@@ -143,9 +143,7 @@ def _costs_by_kind(
         input_half, weight_half = half, half
     else:
         given_input = None if input_backward is None else _by_stage(program, "input_backward", input_backward)
-        given_weight = (
-            None if weight_backward is None else _by_stage(program, "weight_backward", weight_backward)
-        )
+        given_weight = None if weight_backward is None else _by_stage(program, "weight_backward", weight_backward)
         input_half = given_input or _rest(program, "backward less weight_backward", full, given_weight)
         weight_half = given_weight or _rest(program, "backward less input_backward", full, given_input)
     return {
@@ -196,11 +194,7 @@ def _require_finished(program: Program, events: list[list[Event]]) -> None:
         if position == len(actions):
             continue
         action = actions[position]
-        source = (
-            program.previous_stage(action.stage)
-            if action.kind is Kind.F
-            else program.next_stage(action.stage)
-        )
+        source = program.previous_stage(action.stage) if action.kind is Kind.F else program.next_stage(action.stage)
         what = "output" if action.kind is Kind.F else "gradient"
         waits[rank] = (
             position,

@@ -69,9 +69,7 @@ def _crosses(program: Program, positions: Positions, kind: Kind, stage: int, nei
     return program.placement[neighbour] != program.placement[stage]
 
 
-def _check_transfers(
-    program: Program, positions: Positions, kind: Kind, source: int, target: int | None
-) -> None:
+def _check_transfers(program: Program, positions: Positions, kind: Kind, source: int, target: int | None) -> None:
     """Check the transfers that leave a stage in one direction."""
     placement, n_microbatches = program.placement, program.n_microbatches
     send_kind, receive_kind = _TRANSFERS[kind]
@@ -104,9 +102,7 @@ def _check_transfers(
             raise fault(program, what, program.ranks[there][receive], {there: receive})
 
 
-def _check_no_source(
-    program: Program, positions: Positions, kind: Kind, stage: int, source: int | None
-) -> None:
+def _check_no_source(program: Program, positions: Positions, kind: Kind, stage: int, source: int | None) -> None:
     """Reject the receives that no stage on another rank sends to."""
     if _crosses(program, positions, kind, stage, source):
         return
@@ -159,9 +155,7 @@ def _report_disorder(
     raise fault(program, what, send, marks)
 
 
-def _check_slots(
-    program: Program, positions: Positions, messages: Mapping[Link, list[Message]]
-) -> dict[Channel, int]:
+def _check_slots(program: Program, positions: Positions, messages: Mapping[Link, list[Message]]) -> dict[Channel, int]:
     incoming: list[list[list[Message]]] = [[] for _ in program.ranks]
     for link, carried in messages.items():
         incoming[link.target_rank].append(carried)
@@ -169,8 +163,7 @@ def _check_slots(
     for rank, actions in enumerate(program.ranks):
         slots = RankSlots(program, positions, incoming[rank])
         by_receive = {
-            (_TRANSFERS[channel.kind][1], channel.target_stage): here
-            for channel, here in slots.channels.items()
+            (_TRANSFERS[channel.kind][1], channel.target_stage): here for channel, here in slots.channels.items()
         }
         for position, action in enumerate(actions):
             if action.kind.is_receive:

@@ -244,7 +244,7 @@ class C10dReceivePort:
 
     def tensor(self, message: _Slot, spec: TensorSpec, offset: int) -> Tensor:
         """A view of the slot; it shares the slot's version counter."""
-        if spec.count == 0:
+        if spec.numel == 0:
             return torch.empty(spec.shape, dtype=spec.dtype, device=self._route.device)
         flat = message.buffer[offset : offset + spec.bytes].view(spec.dtype).detach()
         return flat.view(spec.shape) if spec.strides is None else flat.as_strided(spec.shape, spec.strides, 0)
@@ -260,5 +260,3 @@ class C10dReceivePort:
         if buffer.numel() < self._slot_bytes:
             buffer = torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._route.device)
         self._free.append(buffer)
-
-

@@ -66,13 +66,13 @@ class ReceivePort(Protocol):
     def description(self, layout: int) -> str:
         """The description that was announced for this layout."""
 
-    def tensor(self, message: Inbound, spec: trees.TensorSpec, offset: int) -> Tensor:
+    def tensor(self, message: Any, spec: trees.TensorSpec, offset: int) -> Tensor:
         """A fresh tensor on the slot's memory."""
 
-    def holds(self, message: Inbound, tensor: Tensor) -> bool:
+    def holds(self, message: Any, tensor: Tensor) -> bool:
         """Whether the tensor's memory lies in the message's slot."""
 
-    def release(self, message: Inbound) -> None:
+    def release(self, message: Any) -> None:
         """Gives the slot back."""
 
     @property

@@ -109,22 +109,20 @@ class Connection:
             count = slots[channel]
             route = None if shared[link] else self._route(peer, number, count, device, patience)
             if link.source_rank == me:
-                send_port: SendPort = (
-                    C10dSendPort(route)
-                    if route
-                    else CoreSendPort(
-                        _core.SendChannel(self.hub, send_links[link], peer, number, count), patience
-                    )
-                )
+                send_port: SendPort
+                if route is not None:
+                    send_port = C10dSendPort(route)
+                else:
+                    sender = _core.SendChannel(self.hub, send_links[link], peer, number, count)
+                    send_port = CoreSendPort(sender, patience)
                 self.senders[channel] = SendChannel(send_port, channel.source_stage, kind)
             else:
-                receive_port: ReceivePort = (
-                    C10dReceivePort(route)
-                    if route
-                    else CoreReceivePort(
-                        _core.ReceiveChannel(self.hub, receive_links[link], peer, number, count), patience
-                    )
-                )
+                receive_port: ReceivePort
+                if route is not None:
+                    receive_port = C10dReceivePort(route)
+                else:
+                    receiver = _core.ReceiveChannel(self.hub, receive_links[link], peer, number, count)
+                    receive_port = CoreReceivePort(receiver, patience)
                 self.receivers[channel] = ReceiveChannel(receive_port, channel.source_stage, kind)
 
     @staticmethod
@@ -142,13 +140,11 @@ class Connection:
             )
         return possible
 
-    def _route(
-        self, peer: int, channel: int, slots: int, device: torch.device, patience: _core.Patience
-    ) -> Route:
+    def _route(self, peer: int, channel: int, slots: int, device: torch.device, patience: _core.Patience) -> Route:
         if self.world.group is None:
             raise ConfigurationError(
-                f"shared memory does not reach from rank {self.world.rank} to rank {peer}, so their messages go through "
-                "torch.distributed: call torch.distributed.init_process_group() before the first step"
+                f"shared memory does not reach from rank {self.world.rank} to rank {peer}, so their messages go "
+                "through torch.distributed: call torch.distributed.init_process_group() before the first step"
             )
         # Meetings of one set of ranks are numbered alike on all of them; channels of one program are few.
         tag = (self.world.meetings() * 4096 + channel) % (1 << 30)

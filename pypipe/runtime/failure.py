@@ -29,7 +29,9 @@ def describe_action(action: Action | None) -> str:
     """An action in words: `2F0 (stage 2, forward, microbatch 0)`."""
     if action is None:
         return "the end of the step"
-    return f"{action} (stage {action.stage}, {_VERBS.get(action.kind, action.kind.label)}, microbatch {action.microbatch})"
+    return (
+        f"{action} (stage {action.stage}, {_VERBS.get(action.kind, action.kind.label)}, microbatch {action.microbatch})"
+    )
 
 
 def report(hub: _core.Hub, rank: int, action: Action | None, error: BaseException) -> None:
@@ -76,8 +78,8 @@ def from_cause(text: str, doing: str) -> PipelineError:
         return PipelineError(f"{doing}: the pipeline failed: {text[:1000]}")
     if kind == "lost":
         return PeerLost(
-            f"{doing}: rank {origin} is gone ({cause.get('how')}; rank {cause.get('seen_by')} saw it first): it was killed, "
-            "crashed, or ended without closing its schedule. Look at that process's own output"
+            f"{doing}: rank {origin} is gone ({cause.get('how')}; rank {cause.get('seen_by')} saw it first): it was "
+            "killed, crashed, or ended without closing its schedule. Look at that process's own output"
         )
     return RemoteStageError(
         f"{doing}: stopped because rank {origin} failed at {cause.get('doing')}: {cause.get('type')}: "

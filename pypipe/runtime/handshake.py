@@ -121,10 +121,10 @@ class Listener:
                 while expected - accepted.keys():
                     now = time.monotonic()
                     if now >= deadline:
-                        late = ", ".join(map(str, sorted(expected - accepted.keys())))
-                        raise PipelineTimeout(f"rank {self._rank} waited in vain for a connection from rank {late}")
-                    for stranger in [s for s in strangers.values() if now >= s.deadline]:
-                        drop(stranger)
+                        missing = ", ".join(map(str, sorted(expected - accepted.keys())))
+                        raise PipelineTimeout(f"rank {self._rank} waited in vain for a connection from rank {missing}")
+                    for late in [s for s in strangers.values() if now >= s.deadline]:
+                        drop(late)
                     for key, _ in selector.select(min(0.1, deadline - now)):
                         if key.fileobj is self._socket:
                             with contextlib.suppress(OSError):
@@ -132,11 +132,11 @@ class Listener:
                                 if len(strangers) >= _MOST_STRANGERS:
                                     drop(next(iter(strangers.values())))
                                 strangers[connection] = _Stranger(_prepare(connection))
-                                selector.register(connection, selectors.EVENT_READ)
+                                selector.register(connection, selectors.EVENT_READ, strangers[connection])
                             continue
-                        stranger = strangers.get(key.fileobj)  # type: ignore[arg-type]
-                        if stranger is None:
-                            continue
+                        stranger: _Stranger = key.data
+                        if stranger.connection not in strangers:
+                            continue  # dropped since select() returned
                         verdict = self._hear(stranger, expected - accepted.keys(), secret)
                         if verdict is False:
                             drop(stranger)
@@ -202,7 +202,9 @@ def connect(rank: int, peer: int, address: Address, secret: bytes, deadline: flo
     """
     last: Exception | None = None
     while (left := deadline - time.monotonic()) > 0:
-        family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        family = (
+            socket.AF_UNIX if isinstance(address, str) else socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        )
         connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             connection.settimeout(left)

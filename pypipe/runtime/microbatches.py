@@ -203,7 +203,9 @@ def split(
         )
     scale = rows // batch_rows
     cuts = [size * scale for size in sizes(batch_rows, n_microbatches)]
-    columns = [[leaf.value] * n_microbatches if leaf.dim is None else _cut(leaf.value, cuts, leaf.dim) for leaf in leaves]
+    columns = [
+        [leaf.value] * n_microbatches if leaf.dim is None else _cut(leaf.value, cuts, leaf.dim) for leaf in leaves
+    ]
     return [pytree.tree_unflatten(list(chunk), structure) for chunk in zip(*columns, strict=True)]
 
 
@@ -230,8 +232,8 @@ def merge(outputs: Sequence[Any], spec: Any) -> Any:
     for microbatch, (_, other) in enumerate(flat):
         if other != structure:
             raise InputError(
-                f"the outputs of microbatches 0 and {microbatch} differ in structure ({structure} and {other}), so they "
-                "cannot be merged: pass return_outputs=False and use the losses"
+                f"the outputs of microbatches 0 and {microbatch} differ in structure ({structure} and {other}), so "
+                "they cannot be merged: pass return_outputs=False and use the losses"
             )
     merged = [
         _merge_leaf([values[i] for values, _ in flat], its_spec)
@@ -246,11 +248,7 @@ def _broadcast_merge(spec: Any, output: Any) -> list[Any]:
     if isinstance(output, dict) and isinstance(spec, dict):
         return [leaf for key in output for leaf in _broadcast_merge(spec.get(key), output[key])]
     if isinstance(output, (tuple, list)) and isinstance(spec, (tuple, list)) and len(spec) == len(output):
-        return [
-            leaf
-            for part, value in zip(spec, output, strict=True)
-            for leaf in _broadcast_merge(part, value)
-        ]
+        return [leaf for part, value in zip(spec, output, strict=True) for leaf in _broadcast_merge(part, value)]
     if isinstance(spec, (tuple, list)) and len(spec) == 1 and isinstance(output, Tensor):
         return list(spec)  # torch's classes take a tuple also for a stage that returns one tensor
     return _broadcast(spec, output, "the output")

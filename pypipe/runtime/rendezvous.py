@@ -138,7 +138,13 @@ def meet(
 
 
 def _connect(
-    world: World, prefix: str, cards: Sequence[Card], peers: Sequence[int], secret: bytes, hub: _core.Hub, deadline: float
+    world: World,
+    prefix: str,
+    cards: Sequence[Card],
+    peers: Sequence[int],
+    secret: bytes,
+    hub: _core.Hub,
+    deadline: float,
 ) -> None:
     me = world.rank
     host = cards[me]["host"]

@@ -77,17 +77,17 @@ class CoreReceivePort:
 
     def tensor(self, message: Any, spec: TensorSpec, offset: int) -> Tensor:
         """A fresh tensor, with a version counter of its own, on the slot's memory."""
-        if spec.count == 0:
+        if spec.numel == 0:
             return torch.empty(spec.shape, dtype=spec.dtype)
-        flat = torch.frombuffer(message, dtype=spec.dtype, count=spec.count, offset=offset)
+        flat = torch.frombuffer(message, dtype=spec.dtype, count=spec.numel, offset=offset)
         if spec.strides is not None:
             return flat.as_strided(spec.shape, spec.strides)
         return flat.view(spec.shape)
 
     def holds(self, message: Any, tensor: Tensor) -> bool:
         """Whether the tensor's memory lies in the slot."""
-        start: int = message.pointer
-        return start <= tensor.data_ptr() < start + message.bytes
+        offset: int = tensor.data_ptr() - message.pointer
+        return bool(0 <= offset < message.bytes)
 
     def release(self, message: Any) -> None:
         """Returns the slot's credit to the sender."""

@@ -41,7 +41,7 @@ class TensorSpec(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None
     requires_grad: bool
-    count: int  # elements
+    numel: int
     bytes: int
 
 
@@ -167,7 +167,8 @@ def encode(description: Description) -> str:
 def decode(text: str) -> Description:
     """The description that `text` holds. Raises MismatchError where it is none."""
     try:
-        return _tupled(json.loads(text))
+        description: Description = _tupled(json.loads(text))
+        return description
     except (ValueError, TypeError, RecursionError) as error:
         raise MismatchError(f"a peer sent a layout that cannot be read: {error}") from error
 
@@ -192,8 +193,8 @@ def _collect(description: Description, specs: list[TensorSpec]) -> None:
             raise MismatchError(f"a peer sent dtype {name!r}, which torch {torch.__version__} here does not have")
         if any(size < 0 for size in shape) or (strides is not None and not is_dense(shape, strides)):
             raise MismatchError(f"a peer sent an impossible tensor: shape {shape}, strides {strides}")
-        count = math.prod(shape)
-        specs.append(TensorSpec(dtype, shape, strides, requires_grad, count, count * dtype.itemsize))
+        numel = math.prod(shape)
+        specs.append(TensorSpec(dtype, shape, strides, requires_grad, numel, numel * dtype.itemsize))
     elif tag in ("tuple", "list"):
         for item in description[1]:
             _collect(item, specs)
@@ -220,9 +221,7 @@ def _rebuild(description: Description, position: Any, tensors: Sequence[Tensor])
     if tag == "tuple":
         return tuple([_rebuild(item, position, tensors) for item in description[1]])
     if tag == "dict":
-        return {
-            _rebuild(key, position, tensors): _rebuild(value, position, tensors) for key, value in description[1]
-        }
+        return {_rebuild(key, position, tensors): _rebuild(value, position, tensors) for key, value in description[1]}
     if tag == "none":
         return None
     if tag in ("bool", "int", "str"):

@@ -74,7 +74,7 @@ def find_world(group: Any = None) -> World:
         )
     global _environment_store
     if _environment_store is None:
-        _environment_store, _, _ = next(dist.rendezvous("env://"))
+        _environment_store = next(dist.rendezvous("env://"))[0]  # type: ignore[attr-defined]
     return World(int(os.environ["RANK"]), size, _environment_store, None, "environment")
 
 

@@ -1,0 +1,152 @@
+"""
+The C++ core of pypipe: control sockets, links and channels. Not a public interface.
+"""
+from __future__ import annotations
+import collections.abc
+import typing
+__all__: list[str] = ['CoreError', 'Envelope', 'Hub', 'LayoutAnnouncer', 'LayoutBook', 'Message', 'PART_ALIGNMENT', 'Patience', 'ReceiveChannel', 'ReceiveLink', 'SendChannel', 'SendLayout', 'SendLink', 'ShmReceiveLink', 'ShmSendLink', 'check_tag', 'pack']
+class CoreError(RuntimeError):
+    fault: typing.ClassVar[str] = ''
+class Patience:
+    """
+    How long (seconds) and how eagerly (polls before parking) to wait.
+    """
+    def __init__(self, timeout: typing.SupportsFloat | typing.SupportsIndex, spins: typing.SupportsInt | typing.SupportsIndex = 0) -> None:
+        ...
+    @property
+    def spins(self) -> int:
+        ...
+    @property
+    def timeout(self) -> float:
+        ...
+class Envelope:
+    """
+    The tag of a message, and how much of the batch it is.
+    """
+    def __init__(self, stage: typing.SupportsInt | typing.SupportsIndex, kind: typing.SupportsInt | typing.SupportsIndex, microbatch: typing.SupportsInt | typing.SupportsIndex, layout: typing.SupportsInt | typing.SupportsIndex, bytes: typing.SupportsInt | typing.SupportsIndex, rows: typing.SupportsInt | typing.SupportsIndex, batch_rows: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def batch_rows(self) -> int:
+        ...
+    @property
+    def bytes(self) -> int:
+        ...
+    @property
+    def kind(self) -> int:
+        ...
+    @property
+    def layout(self) -> int:
+        ...
+    @property
+    def microbatch(self) -> int:
+        ...
+    @property
+    def rows(self) -> int:
+        ...
+    @property
+    def stage(self) -> int:
+        ...
+class Hub:
+    """
+    The control sockets of one rank, and the thread that reads them.
+    """
+    def __init__(self, rank: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    def abandon(self) -> None:
+        ...
+    def abort(self, cause: str) -> None:
+        ...
+    def add_peer(self, rank: typing.SupportsInt | typing.SupportsIndex, descriptor: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        Takes over a connected, authenticated stream socket.
+        """
+    def cause(self) -> str | None:
+        ...
+    def check(self, peer: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    def close(self) -> None:
+        ...
+    def send_envelope(self, peer: typing.SupportsInt | typing.SupportsIndex, envelope: Envelope, channel: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> None:
+        ...
+    def start(self) -> None:
+        ...
+    def take_envelope(self, peer: typing.SupportsInt | typing.SupportsIndex, channel: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> Envelope:
+        ...
+    @property
+    def rank(self) -> int:
+        ...
+class SendLink:
+    pass
+class ReceiveLink:
+    pass
+class ShmSendLink(SendLink):
+    def __init__(self, hub: Hub, peer: typing.SupportsInt | typing.SupportsIndex, link: typing.SupportsInt | typing.SupportsIndex, capacity: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> None:
+        ...
+class ShmReceiveLink(ReceiveLink):
+    def __init__(self, hub: Hub, peer: typing.SupportsInt | typing.SupportsIndex, link: typing.SupportsInt | typing.SupportsIndex, capacity: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> None:
+        ...
+class SendLayout:
+    @property
+    def id(self) -> int:
+        ...
+class Message:
+    @property
+    def batch_rows(self) -> int:
+        ...
+    @property
+    def bytes(self) -> int:
+        ...
+    @property
+    def layout(self) -> int:
+        ...
+    @property
+    def pointer(self) -> int:
+        ...
+    @property
+    def rows(self) -> int:
+        ...
+class SendChannel:
+    def __init__(self, hub: Hub, link: SendLink, peer: typing.SupportsInt | typing.SupportsIndex, channel: typing.SupportsInt | typing.SupportsIndex, slots: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    def announce(self, description: str, sizes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], forgotten: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> SendLayout:
+        ...
+    def send(self, layout: SendLayout, stage: typing.SupportsInt | typing.SupportsIndex, kind: typing.SupportsInt | typing.SupportsIndex, microbatch: typing.SupportsInt | typing.SupportsIndex, rows: typing.SupportsInt | typing.SupportsIndex, batch_rows: typing.SupportsInt | typing.SupportsIndex, pointers: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], stream: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> None:
+        ...
+    @property
+    def counters(self) -> dict[str, int]:
+        ...
+class ReceiveChannel:
+    def __init__(self, hub: Hub, link: ReceiveLink, peer: typing.SupportsInt | typing.SupportsIndex, channel: typing.SupportsInt | typing.SupportsIndex, slots: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    def description(self, layout: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> str:
+        ...
+    def post(self, stream: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    def receive(self, stage: typing.SupportsInt | typing.SupportsIndex, kind: typing.SupportsInt | typing.SupportsIndex, microbatch: typing.SupportsInt | typing.SupportsIndex, stream: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> Message:
+        ...
+    def release(self, message: Message, stream: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def counters(self) -> dict[str, int]:
+        ...
+class LayoutAnnouncer:
+    def __init__(self, hub: Hub, peer: typing.SupportsInt | typing.SupportsIndex, channel: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    def announce(self, description: str, bytes: typing.SupportsInt | typing.SupportsIndex, forgotten: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> int:
+        ...
+class LayoutBook:
+    def __init__(self, hub: Hub, peer: typing.SupportsInt | typing.SupportsIndex, channel: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    def description(self, layout: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> str:
+        ...
+    @property
+    def received(self) -> int:
+        ...
+def check_tag(envelope: Envelope, channel: typing.SupportsInt | typing.SupportsIndex, stage: typing.SupportsInt | typing.SupportsIndex, kind: typing.SupportsInt | typing.SupportsIndex, microbatch: typing.SupportsInt | typing.SupportsIndex, peer: typing.SupportsInt | typing.SupportsIndex) -> None:
+    ...
+def pack(sizes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]) -> list[int]:
+    """
+    Offsets of parts of these sizes (bytes) in one message, then the message's size.
+    """
+PART_ALIGNMENT: int = 64
+__version__: str = '0.1.0'
