@@ -56,7 +56,8 @@ class Block(nn.Module):
         queries, keys, values = heads.permute(2, 0, 3, 1, 4)  # each (batch, heads, context, head width)
         mixed = nn.functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
         x = x + self.attention_out(mixed.transpose(1, 2).flatten(2))
-        return x + self.perceptron(x)
+        result: Tensor = x + self.perceptron(x)
+        return result
 
 
 class Head(nn.Module):

@@ -59,7 +59,7 @@ template <class Ready, class Trouble>
     if (ready()) return true;
   }
   const auto deadline = std::chrono::steady_clock::now() + patience.timeout;
-  struct Sleeper {
+  const struct Sleeper {
     explicit Sleeper(Doorbell& at) noexcept : bell(at) {
       bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
     }

@@ -19,8 +19,8 @@ struct LayoutHeader {
 // upwards cost a logarithmic number of allocations.
 std::size_t grown(std::size_t bytes) {
   if (bytes <= 4096) return 4096;
-  const std::size_t step = std::bit_floor(bytes) / 8;
-  return (bytes + step - 1) / step * step;
+  const std::size_t step = std::bit_floor(bytes) >> 3;
+  return (bytes + step - 1) & ~(step - 1);
 }
 
 // In the notation of programs: 2SEND_F0.
@@ -49,9 +49,9 @@ std::uint32_t LayoutAnnouncer::announce(std::string_view description, std::size_
   const LayoutHeader header{bytes, forgotten, 0};
   std::string payload(reinterpret_cast<const char*>(&header), sizeof(header));
   payload += description;
-  if (payload.size() > *limit(FrameType::layout)) {
+  if (payload.size() > layout_limit) {
     throw Error(Fault::usage, "the layout of this stage's output takes " + std::to_string(payload.size()) +
-                                  " bytes to describe; at most " + std::to_string(*limit(FrameType::layout)) +
+                                  " bytes to describe; at most " + std::to_string(layout_limit) +
                                   " are allowed: send long lists of numbers and long strings as tensors");
   }
   hub_.send(peer_, FrameType::layout, channel_, ++last_, payload, patience);

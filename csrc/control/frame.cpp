@@ -27,12 +27,12 @@ static_assert(sizeof(Header) == frame_header_bytes);
 std::optional<std::size_t> limit(FrameType type) noexcept {
   switch (type) {
     case FrameType::layout:
-      return std::size_t{1} << 20;
+      return layout_limit;
     case FrameType::memory:
     case FrameType::envelope:
       return std::size_t{256};
     case FrameType::abort:
-      return std::size_t{1} << 18;
+      return abort_limit;
     case FrameType::leave:
       return std::size_t{0};
   }

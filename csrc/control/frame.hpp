@@ -24,7 +24,7 @@ enum class FrameType : std::uint16_t {
 };
 
 struct Frame {
-  FrameType type{};
+  FrameType type = FrameType::leave;
   std::uint32_t channel = 0;
   std::uint64_t value = 0;
   std::string payload;
@@ -32,6 +32,8 @@ struct Frame {
 };
 
 inline constexpr std::size_t frame_header_bytes = 24;
+inline constexpr std::size_t layout_limit = std::size_t{1} << 20;  // bytes of a payload
+inline constexpr std::size_t abort_limit = std::size_t{1} << 18;
 
 // The largest payload of a frame of this type in bytes; nothing for a type that does not exist.
 [[nodiscard]] std::optional<std::size_t> limit(FrameType type) noexcept;

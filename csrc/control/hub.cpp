@@ -149,20 +149,20 @@ void Hub::send(int peer, FrameType type, std::uint32_t channel, std::uint64_t va
 Frame Hub::take(int peer, FrameType type, std::uint32_t channel, const Patience& patience) {
   (void)find(peer);
   const InboxKey key{peer, type, channel};
-  std::optional<Frame> frame;
+  Frame frame;
   const auto ready = [&] {
     const std::scoped_lock lock(mutex_);
     const auto inbox = inboxes_.find(key);
     if (inbox == inboxes_.end() || inbox->second.frames.empty()) return false;
     frame = std::move(inbox->second.frames.front());
     inbox->second.frames.pop_front();
-    inbox->second.bytes -= frame->payload.size();
+    inbox->second.bytes -= frame.payload.size();
     return true;
   };
   if (!await(arrivals_, patience, ready, [&] { check(peer); })) {
     throw Error(Fault::timeout, "nothing came from rank " + std::to_string(peer));
   }
-  return std::move(*frame);
+  return frame;
 }
 
 std::optional<std::string> Hub::cause() const {
@@ -194,7 +194,7 @@ void Hub::ring_all() noexcept {
   for (Doorbell* bell : bells_) ring(*bell);
 }
 
-void Hub::abort(std::string_view cause) noexcept { fail(cause.substr(0, *limit(FrameType::abort)), rank_); }
+void Hub::abort(std::string_view cause) noexcept { fail(cause.substr(0, abort_limit), rank_); }
 
 void Hub::fail(std::string_view cause, int except) noexcept {
   {

@@ -177,7 +177,7 @@ Arrival ShmReceiveLink::receive(Stream /*stream*/, const Patience& patience) {
   }
   const Message message = messages(rings_)[consumed_ % capacity_];
   const Envelope& envelope = message.envelope;
-  Lane& from = lane(envelope.channel, message.generation, patience);
+  const Lane& from = lane(envelope.channel, message.generation, patience);
   if (message.slot >= from.slots || envelope.bytes > from.bytes) {
     throw Error(Fault::protocol, "a message outside its slots on " + about(envelope.channel, peer_));
   }
