@@ -1,0 +1,45 @@
+"""The README's snippets run as they stand."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def _snippets(kind: str) -> list[str]:
+    pattern = rf"<!-- test: {kind} -->\n```python\n(.*?)```"
+    found = re.findall(pattern, README.read_text(), re.DOTALL)
+    assert found, f"the README has no snippet marked {kind}"
+    return found
+
+
+def _run(command: list[str], folder: Path) -> str:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(120)
+def test_the_trainer_of_the_readme_trains_under_torchrun(tmp_path: Path) -> None:
+    (snippet,) = _snippets("torchrun")
+    (tmp_path / "train.py").write_text(snippet)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-port", "0"]
+    output = _run([*launcher, "--standalone", "train.py"], tmp_path)
+    losses = [float(text) for text in re.findall(r"loss (\S+)", output)]
+    assert len(losses) == 50
+    assert losses[-1] < losses[0] / 5, losses
+
+
+def test_the_programs_of_the_readme_print_what_it_says(tmp_path: Path) -> None:
+    (snippet,) = _snippets("python")
+    (tmp_path / "program.py").write_text(snippet)
+    output = _run([sys.executable, "program.py"], tmp_path)
+    shown = re.search(r"```text\n(.*?)```", README.read_text(), re.DOTALL)
+    assert shown is not None
+    assert output == shown[1]
