@@ -285,7 +285,10 @@ class _Schedule:
         slots: dict[Channel, int] = {}
         for verified in programs:
             for channel, count in verified.slots.items():
-                slots[channel] = max(count, slots.get(channel, 0))
+                # The verifier counts the messages that are in use at once. With one slot more, the next message
+                # arrives while they are; without, its transfer would wait for a backward and then be waited for.
+                # So 1F1B's forward channel from rank i has min(M, P - i) slots.
+                slots[channel] = max(min(count + 1, self._n_microbatches), slots.get(channel, 0))
         stage = self._stage
         links = {channel: self.program.link_of(channel) for channel in slots}
         connection = Connection(stage.world, stage.device, links, slots, self._card(), self._compare, self._timeout)

@@ -216,14 +216,20 @@ class StageExecution:
         self._fresh = [tensor for tensor in self._fresh if tensor.grad is None]
 
 
+# torch.autograd.backward() spends more time on checking its arguments in Python than a small stage's backward takes;
+# the engine checks shapes and dtypes itself. Others that know their roots call it as well, so it is unlikely to go.
+_engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+
+
 def _run_backward(roots: list[Any], gradients: list[Tensor]) -> None:
     device = gradients[0].device.type
+    arguments = (tuple(roots), tuple(gradients), False, False, ())  # no retain_graph, no create_graph, all leaves
     if torch.is_autocast_enabled(device):
         # As for loss.backward() after the autocast region: each operation runs in the dtype of its forward.
         with torch.autocast(device, enabled=False):
-            torch.autograd.backward(roots, gradients)
+            _engine.run_backward(*arguments, allow_unreachable=True, accumulate_grad=True)
     else:
-        torch.autograd.backward(roots, gradients)
+        _engine.run_backward(*arguments, allow_unreachable=True, accumulate_grad=True)
 
 
 def _detached(tree: Any) -> Any:
