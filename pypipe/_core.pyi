@@ -4,7 +4,7 @@ The C++ core of pypipe: control sockets, links and channels. Not a public interf
 from __future__ import annotations
 import collections.abc
 import typing
-__all__: list[str] = ['CoreError', 'Envelope', 'Hub', 'LayoutAnnouncer', 'LayoutBook', 'Message', 'PART_ALIGNMENT', 'Patience', 'ReceiveChannel', 'ReceiveLink', 'SendChannel', 'SendLayout', 'SendLink', 'ShmReceiveLink', 'ShmSendLink', 'check_tag', 'pack']
+__all__: list[str] = ['CoreError', 'CudaLibrary', 'Envelope', 'Hub', 'LayoutAnnouncer', 'LayoutBook', 'Message', 'NcclEdge', 'NcclLibrary', 'NcclReceiveLink', 'NcclSendLink', 'NcclWatchdog', 'PART_ALIGNMENT', 'Patience', 'ReceiveChannel', 'ReceiveLink', 'SendChannel', 'SendLayout', 'SendLink', 'ShmReceiveLink', 'ShmSendLink', 'check_tag', 'loaded_library', 'open_cuda', 'open_nccl', 'pack']
 class CoreError(RuntimeError):
     fault: typing.ClassVar[str] = ''
 class Patience:
@@ -100,6 +100,11 @@ class Message:
     def layout(self) -> int:
         ...
     @property
+    def memory(self) -> int:
+        """
+        The start of what was allocated for this slot and others.
+        """
+    @property
     def pointer(self) -> int:
         ...
     @property
@@ -110,7 +115,9 @@ class SendChannel:
         ...
     def announce(self, description: str, sizes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], forgotten: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> SendLayout:
         ...
-    def send(self, layout: SendLayout, stage: typing.SupportsInt | typing.SupportsIndex, kind: typing.SupportsInt | typing.SupportsIndex, microbatch: typing.SupportsInt | typing.SupportsIndex, rows: typing.SupportsInt | typing.SupportsIndex, batch_rows: typing.SupportsInt | typing.SupportsIndex, pointers: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], stream: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> None:
+    def send(self, layout: SendLayout, stage: typing.SupportsInt | typing.SupportsIndex, kind: typing.SupportsInt | typing.SupportsIndex, microbatch: typing.SupportsInt | typing.SupportsIndex, rows: typing.SupportsInt | typing.SupportsIndex, batch_rows: typing.SupportsInt | typing.SupportsIndex, pointers: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], stream: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> int:
+        ...
+    def sent(self) -> int:
         ...
     @property
     def counters(self) -> dict[str, int]:
@@ -120,7 +127,7 @@ class ReceiveChannel:
         ...
     def description(self, layout: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> str:
         ...
-    def post(self, stream: typing.SupportsInt | typing.SupportsIndex) -> None:
+    def post(self, stream: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> None:
         ...
     def receive(self, stage: typing.SupportsInt | typing.SupportsIndex, kind: typing.SupportsInt | typing.SupportsIndex, microbatch: typing.SupportsInt | typing.SupportsIndex, stream: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> Message:
         ...
@@ -142,8 +149,77 @@ class LayoutBook:
     @property
     def received(self) -> int:
         ...
+class CudaLibrary:
+    """
+    The CUDA driver.
+    """
+    def device_names(self) -> list[str]:
+        """
+        The GPUs that this process may use. Initializes the driver. Raises CoreError without any.
+        """
+    @property
+    def path(self) -> str:
+        ...
+    @property
+    def version(self) -> int:
+        ...
+class NcclLibrary:
+    """
+    One copy of NCCL.
+    """
+    def try_communicator(self, patience: Patience) -> None:
+        """
+        Makes a communicator of one rank and takes it down. Raises CoreError with what NCCL says.
+        """
+    def unique_id(self) -> bytes:
+        ...
+    @property
+    def absent(self) -> list[str]:
+        """
+        Optional functions that this release lacks.
+        """
+    @property
+    def path(self) -> str:
+        ...
+    @property
+    def version(self) -> int:
+        ...
+class NcclEdge:
+    """
+    One end of a communicator of two ranks.
+    """
+    def __init__(self, cuda: CudaLibrary, nccl: NcclLibrary, unique_id: bytes, sends: bool, name: str, min_ctas: typing.SupportsInt | typing.SupportsIndex, max_ctas: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> None:
+        """
+        Joins the communicator and connects; returns when the other end has done so too.
+        """
+class NcclSendLink(SendLink):
+    def __init__(self, hub: Hub, peer: typing.SupportsInt | typing.SupportsIndex, link: typing.SupportsInt | typing.SupportsIndex, edge: NcclEdge, allocate: collections.abc.Callable[[int], typing.Any]) -> None:
+        ...
+class NcclReceiveLink(ReceiveLink):
+    def __init__(self, hub: Hub, peer: typing.SupportsInt | typing.SupportsIndex, link: typing.SupportsInt | typing.SupportsIndex, edge: NcclEdge, allocate: collections.abc.Callable[[int], typing.Any], slots: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]]) -> None:
+        ...
+class NcclWatchdog:
+    """
+    Looks after communicators; see csrc/link/nccl_watchdog.hpp.
+    """
+    def __init__(self, hub: Hub, edges: collections.abc.Sequence[NcclEdge], limit: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
+    def close(self, patience: Patience) -> None:
+        ...
 def check_tag(envelope: Envelope, channel: typing.SupportsInt | typing.SupportsIndex, stage: typing.SupportsInt | typing.SupportsIndex, kind: typing.SupportsInt | typing.SupportsIndex, microbatch: typing.SupportsInt | typing.SupportsIndex, peer: typing.SupportsInt | typing.SupportsIndex) -> None:
     ...
+def loaded_library(name: str) -> str | None:
+    """
+    The file of a library (by its soname) that this process has loaded, or None.
+    """
+def open_cuda(override_path: str) -> tuple[CudaLibrary | None, str]:
+    """
+    The driver, or None and the reason. Raises CoreError for a library that is something else.
+    """
+def open_nccl(override_path: str, candidates: collections.abc.Sequence[str]) -> tuple[NcclLibrary | None, str]:
+    """
+    NCCL, or None and the reason. Raises CoreError for a library that is something else or too old.
+    """
 def pack(sizes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]) -> list[int]:
     """
     Offsets of parts of these sizes (bytes) in one message, then the message's size.

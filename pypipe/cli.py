@@ -81,6 +81,18 @@ def bench(as_json: bool) -> None:
     raise SystemExit(benchmark.main(as_json))
 
 
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object, nothing else.")
+def doctor(as_json: bool) -> None:
+    """Show the libraries found here, and what is missing.
+
+    The exit code is 0 unless something is broken; a machine without a GPU is not.
+    """
+    from pypipe import doctor as examination
+
+    raise SystemExit(examination.main(as_json))
+
+
 def _summary(result: Result) -> str:
     lines = [
         f"{result.schedule}, P={result.stages}, M={result.microbatches}, {result.steps} steps",

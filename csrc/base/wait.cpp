@@ -14,8 +14,7 @@ namespace {
 // Long enough to cost nothing, short enough that a signal taken by another thread is noticed soon.
 constexpr std::chrono::milliseconds slice{100};
 
-long futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value,
-           const timespec* timeout) noexcept {
+long futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value, const timespec* timeout) noexcept {
   return ::syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), operation, value, timeout, nullptr, 0);
 }
 

@@ -60,9 +60,7 @@ template <class Ready, class Trouble>
   }
   const auto deadline = std::chrono::steady_clock::now() + patience.timeout;
   const struct Sleeper {
-    explicit Sleeper(Doorbell& at) noexcept : bell(at) {
-      bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
-    }
+    explicit Sleeper(Doorbell& at) noexcept : bell(at) { bell.sleepers.fetch_add(1, std::memory_order_seq_cst); }
     ~Sleeper() { bell.sleepers.fetch_sub(1, std::memory_order_relaxed); }
     Sleeper(const Sleeper&) = delete;
     Sleeper& operator=(const Sleeper&) = delete;

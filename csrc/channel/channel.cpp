@@ -1,10 +1,10 @@
 #include "channel/channel.hpp"
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
 
 #include "base/error.hpp"
+#include "link/slots.hpp"
 
 namespace pypipe {
 namespace {
@@ -14,14 +14,6 @@ struct LayoutHeader {
   std::uint32_t forgotten;
   std::uint32_t reserved;
 };
-
-// Slots grow in steps of an eighth of their power of two: at most 12.5 % is unused, and sizes that creep
-// upwards cost a logarithmic number of allocations.
-std::size_t grown(std::size_t bytes) {
-  if (bytes <= 4096) return 4096;
-  const std::size_t step = std::bit_floor(bytes) >> 3;
-  return (bytes + step - 1) & ~(step - 1);
-}
 
 // In the notation of programs: 2SEND_F0.
 std::string action(std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch) {
@@ -44,8 +36,8 @@ std::vector<std::size_t> pack(std::span<const std::size_t> sizes) {
   return offsets;
 }
 
-std::uint32_t LayoutAnnouncer::announce(std::string_view description, std::size_t bytes,
-                                        std::uint32_t forgotten, const Patience& patience) {
+std::uint32_t LayoutAnnouncer::announce(std::string_view description, std::size_t bytes, std::uint32_t forgotten,
+                                        const Patience& patience) {
   const LayoutHeader header{bytes, forgotten, 0};
   std::string payload(reinterpret_cast<const char*>(&header), sizeof(header));
   payload += description;
@@ -64,12 +56,11 @@ const LayoutBook::Layout& LayoutBook::find(std::uint32_t id, const Patience& pat
     if (found != layouts_.end()) return found->second;
     const Frame frame = hub_.take(peer_, FrameType::layout, channel_, patience);
     LayoutHeader header{};
-    if (frame.payload.size() < sizeof(header))
-      throw Error(Fault::protocol, "a layout frame that is too short");
+    if (frame.payload.size() < sizeof(header)) throw Error(Fault::protocol, "a layout frame that is too short");
     std::memcpy(&header, frame.payload.data(), sizeof(header));
     if (frame.value == 0 || frame.value > id) {
-      throw Error(Fault::protocol, "rank " + std::to_string(peer_) + " sent a message of layout " +
-                                       std::to_string(id) + ", which it never announced");
+      throw Error(Fault::protocol, "rank " + std::to_string(peer_) + " sent a message of layout " + std::to_string(id) +
+                                       ", which it never announced");
     }
     if (header.forgotten != 0) layouts_.erase(header.forgotten);
     layouts_[static_cast<std::uint32_t>(frame.value)] = {header.bytes, frame.payload.substr(sizeof(header))};
@@ -85,7 +76,7 @@ SendChannel::SendChannel(Hub& hub, SendLink& link, int peer, std::uint32_t chann
 std::uint32_t SendChannel::announce(std::string_view description, std::size_t bytes, std::uint32_t forgotten,
                                     const Patience& patience) {
   if (counters_.allocations == 0 || bytes > counters_.slot_bytes) {
-    const std::size_t size = grown(bytes);
+    const std::size_t size = slot_size(bytes);
     link_.reserve(channel_, static_cast<std::uint32_t>(counters_.slots), size, patience);
     counters_.slot_bytes = size;
     counters_.allocations += 1;
@@ -95,43 +86,41 @@ std::uint32_t SendChannel::announce(std::string_view description, std::size_t by
   return id;
 }
 
-void SendChannel::send(Envelope envelope, std::span<const Part> parts, Stream stream,
-                       const Patience& patience) {
+std::uint64_t SendChannel::send(Envelope envelope, std::span<const Part> parts, Stream stream,
+                                const Patience& patience) {
   envelope.channel = channel_;
   envelope.bytes = 0;
   for (const Part& part : parts) {
     envelope.bytes = std::max<std::uint64_t>(envelope.bytes, part.offset + part.bytes);
   }
-  link_.send(envelope, parts, stream, patience);
+  const std::uint64_t number = link_.send(envelope, parts, stream, patience);
   counters_.messages += 1;
   counters_.bytes += envelope.bytes;
+  return number;
 }
 
 void check_tag(const Envelope& got, std::uint32_t channel, std::uint32_t stage, std::uint32_t kind,
                std::uint32_t microbatch, int peer) {
-  if (got.channel == channel && got.stage == stage && got.kind == kind && got.microbatch == microbatch)
-    return;
-  throw Error(Fault::mismatch, "rank " + std::to_string(peer) + " sent " +
-                                   action(got.stage, got.kind, got.microbatch) + " where " +
-                                   action(stage, kind, microbatch) +
+  if (got.channel == channel && got.stage == stage && got.kind == kind && got.microbatch == microbatch) return;
+  throw Error(Fault::mismatch, "rank " + std::to_string(peer) + " sent " + action(got.stage, got.kind, got.microbatch) +
+                                   " where " + action(stage, kind, microbatch) +
                                    " was expected: the two ranks run different programs");
 }
 
-ReceiveChannel::ReceiveChannel(Hub& hub, ReceiveLink& link, int peer, std::uint32_t channel,
-                               std::uint32_t slots)
+ReceiveChannel::ReceiveChannel(Hub& hub, ReceiveLink& link, int peer, std::uint32_t channel, std::uint32_t slots)
     : link_(link), peer_(peer), channel_(channel), layouts_(hub, peer, channel) {
   counters_.slots = slots;
 }
 
-Arrival ReceiveChannel::receive(std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch,
-                                Stream stream, const Patience& patience) {
+Arrival ReceiveChannel::receive(std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch, Stream stream,
+                                const Patience& patience) {
   Arrival arrival = link_.receive(stream, patience);
   check_tag(arrival.envelope, channel_, stage, kind, microbatch, peer_);
   const LayoutBook::Layout& layout = layouts_.find(arrival.envelope.layout, patience);
   if (layout.bytes != arrival.envelope.bytes) {
-    throw Error(Fault::mismatch, action(stage, kind, microbatch) + " of rank " + std::to_string(peer_) +
-                                     " has " + std::to_string(arrival.envelope.bytes) +
-                                     " bytes, its layout " + std::to_string(layout.bytes));
+    throw Error(Fault::mismatch, action(stage, kind, microbatch) + " of rank " + std::to_string(peer_) + " has " +
+                                     std::to_string(arrival.envelope.bytes) + " bytes, its layout " +
+                                     std::to_string(layout.bytes));
   }
   if (arrival.slot.generation != generation_) {
     generation_ = arrival.slot.generation;

@@ -79,7 +79,9 @@ class SendChannel {
   std::uint32_t announce(std::string_view description, std::size_t bytes, std::uint32_t forgotten,
                          const Patience& patience);
   // The envelope's channel and bytes are filled in here.
-  void send(Envelope envelope, std::span<const Part> parts, Stream stream, const Patience& patience);
+  // Returns the message's number on the link; its parts are needed until sent() has come to that.
+  std::uint64_t send(Envelope envelope, std::span<const Part> parts, Stream stream, const Patience& patience);
+  [[nodiscard]] std::uint64_t sent() { return link_.sent(); }
   [[nodiscard]] const ChannelCounters& counters() const noexcept { return counters_; }
 
  private:
@@ -93,11 +95,11 @@ class ReceiveChannel {
  public:
   ReceiveChannel(Hub& hub, ReceiveLink& link, int peer, std::uint32_t channel, std::uint32_t slots);
 
-  void post(Stream stream) { link_.post(channel_, stream); }
+  void post(Stream stream, const Patience& patience) { link_.post(channel_, stream, patience); }
   // The next message, which must be the one of this stage, kind and microbatch. Throws Error{mismatch}
   // otherwise.
-  [[nodiscard]] Arrival receive(std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch,
-                                Stream stream, const Patience& patience);
+  [[nodiscard]] Arrival receive(std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch, Stream stream,
+                                const Patience& patience);
   [[nodiscard]] const LayoutBook::Layout& layout(std::uint32_t id, const Patience& patience) {
     return layouts_.find(id, patience);
   }

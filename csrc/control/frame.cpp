@@ -39,12 +39,12 @@ std::optional<std::size_t> limit(FrameType type) noexcept {
   return std::nullopt;
 }
 
-std::array<std::byte, frame_header_bytes> encode_header(FrameType type, std::uint32_t channel,
-                                                        std::uint64_t value, std::size_t payload_bytes) {
+std::array<std::byte, frame_header_bytes> encode_header(FrameType type, std::uint32_t channel, std::uint64_t value,
+                                                        std::size_t payload_bytes) {
   const auto most = limit(type);
   if (!most || payload_bytes > *most) {
-    throw Error(Fault::usage, "a control frame of type " + std::to_string(static_cast<unsigned>(type)) +
-                                  " with " + std::to_string(payload_bytes) + " bytes is over its limit");
+    throw Error(Fault::usage, "a control frame of type " + std::to_string(static_cast<unsigned>(type)) + " with " +
+                                  std::to_string(payload_bytes) + " bytes is over its limit");
   }
   const Header header{magic,   static_cast<std::uint16_t>(type),          0,
                       channel, static_cast<std::uint32_t>(payload_bytes), value};
@@ -79,8 +79,8 @@ std::optional<Frame> FrameReader::next() {
     throw Error(Fault::protocol, "bytes that are no pypipe control frame");
   }
   if (header.bytes > *most) {
-    throw Error(Fault::protocol, "a control frame announces " + std::to_string(header.bytes) +
-                                     " bytes where at most " + std::to_string(*most) + " are allowed");
+    throw Error(Fault::protocol, "a control frame announces " + std::to_string(header.bytes) + " bytes where at most " +
+                                     std::to_string(*most) + " are allowed");
   }
   if (available < frame_header_bytes + header.bytes) return std::nullopt;
   Frame frame;

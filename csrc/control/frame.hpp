@@ -40,8 +40,7 @@ inline constexpr std::size_t abort_limit = std::size_t{1} << 18;
 
 // The header of a frame. Throws Error{usage} when the payload is larger than the type allows.
 [[nodiscard]] std::array<std::byte, frame_header_bytes> encode_header(FrameType type, std::uint32_t channel,
-                                                                      std::uint64_t value,
-                                                                      std::size_t payload_bytes);
+                                                                      std::uint64_t value, std::size_t payload_bytes);
 
 // Cuts a byte stream into frames. Every length is checked before anything is allocated for it.
 class FrameReader {

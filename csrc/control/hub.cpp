@@ -26,8 +26,8 @@ constexpr std::chrono::milliseconds farewell{500};  // patience for abort and le
 
 // Writes everything, waiting for room with poll(). Returns false when `deadline` passes or `give_up` says so.
 template <class GiveUp>
-bool write_all(int fd, std::span<const iovec> parts, int descriptor,
-               std::chrono::steady_clock::time_point deadline, GiveUp give_up) {
+bool write_all(int fd, std::span<const iovec> parts, int descriptor, std::chrono::steady_clock::time_point deadline,
+               GiveUp give_up) {
   std::vector<iovec> left(parts.begin(), parts.end());
   bool pass_descriptor = descriptor >= 0;
   while (!left.empty()) {
@@ -87,8 +87,7 @@ Hub::~Hub() { close(); }
 void Hub::add_peer(int rank, Fd socket) {
   if (thread_.joinable() || closing_) throw Error(Fault::usage, "add_peer() after start()");
   if (!socket || rank == rank_ || peers_.contains(rank)) {
-    throw Error(Fault::usage,
-                "add_peer() wants one connected socket per other rank; rank " + std::to_string(rank));
+    throw Error(Fault::usage, "add_peer() wants one connected socket per other rank; rank " + std::to_string(rank));
   }
   check_errno(::fcntl(socket.get(), F_SETFD, FD_CLOEXEC), "fcntl");
   auto peer = std::make_unique<Peer>();
@@ -115,8 +114,7 @@ void Hub::start() {
 Hub::Peer& Hub::find(int peer) const {
   const auto found = peers_.find(peer);
   if (found == peers_.end()) {
-    throw Error(Fault::usage,
-                "rank " + std::to_string(peer) + " is no neighbour of rank " + std::to_string(rank_));
+    throw Error(Fault::usage, "rank " + std::to_string(peer) + " is no neighbour of rank " + std::to_string(rank_));
   }
   return *found->second;
 }
@@ -132,9 +130,8 @@ void Hub::send(int peer, FrameType type, std::uint32_t channel, std::uint64_t va
   try {
     const std::scoped_lock lock(to.writing);
     if (closing_) throw Error(Fault::usage, "the control connection of this rank is closed");
-    written =
-        write_all(to.socket.get(), std::span(parts).first(payload.empty() ? 1 : 2), descriptor, deadline,
-                  [&] { return failed_.load(std::memory_order_acquire) || to.state != State::present; });
+    written = write_all(to.socket.get(), std::span(parts).first(payload.empty() ? 1 : 2), descriptor, deadline,
+                        [&] { return failed_.load(std::memory_order_acquire) || to.state != State::present; });
   } catch (const Error& error) {
     if (error.fault() != Fault::system) throw;
     // The hub thread sees the same broken socket and says why; without it, this is all there is to say.
@@ -146,23 +143,27 @@ void Hub::send(int peer, FrameType type, std::uint32_t channel, std::uint64_t va
   throw Error(Fault::timeout, "rank " + std::to_string(peer) + " does not read its control socket");
 }
 
+std::optional<Frame> Hub::try_take(int peer, FrameType type, std::uint32_t channel) {
+  const std::scoped_lock lock(mutex_);
+  const auto inbox = inboxes_.find(InboxKey{peer, type, channel});
+  if (inbox == inboxes_.end() || inbox->second.frames.empty()) return std::nullopt;
+  std::optional<Frame> frame(std::move(inbox->second.frames.front()));
+  inbox->second.frames.pop_front();
+  inbox->second.bytes -= frame->payload.size();
+  return frame;
+}
+
 Frame Hub::take(int peer, FrameType type, std::uint32_t channel, const Patience& patience) {
   (void)find(peer);
-  const InboxKey key{peer, type, channel};
-  Frame frame;
+  std::optional<Frame> frame;
   const auto ready = [&] {
-    const std::scoped_lock lock(mutex_);
-    const auto inbox = inboxes_.find(key);
-    if (inbox == inboxes_.end() || inbox->second.frames.empty()) return false;
-    frame = std::move(inbox->second.frames.front());
-    inbox->second.frames.pop_front();
-    inbox->second.bytes -= frame.payload.size();
-    return true;
+    frame = try_take(peer, type, channel);
+    return frame.has_value();
   };
-  if (!await(arrivals_, patience, ready, [&] { check(peer); })) {
+  if (!await(arrivals_, patience, ready, [&] { check(peer); }) || !frame) {
     throw Error(Fault::timeout, "nothing came from rank " + std::to_string(peer));
   }
-  return frame;
+  return *std::move(frame);
 }
 
 std::optional<std::string> Hub::cause() const {
@@ -250,8 +251,7 @@ void Hub::run() noexcept {
       }
       if (closing_.load(std::memory_order_acquire)) break;  // its goodbye may cross ours: no loss
       State expected = State::present;
-      if (peer->state.compare_exchange_strong(expected, State::lost))
-        fail(lost_cause(rank, rank_, how), rank);
+      if (peer->state.compare_exchange_strong(expected, State::lost)) fail(lost_cause(rank, rank_, how), rank);
       ring_all();
     }
   }

@@ -49,6 +49,9 @@ class Hub {
   // Waits for the next frame of this peer, type and channel. Throws Error{peer_gone, aborted, timeout}.
   [[nodiscard]] Frame take(int peer, FrameType type, std::uint32_t channel, const Patience& patience);
 
+  // The same without waiting: nothing where none has come.
+  [[nodiscard]] std::optional<Frame> try_take(int peer, FrameType type, std::uint32_t channel);
+
   // Makes the pipeline fail everywhere: sets the first cause here and tells every neighbour, which tells its
   // own. `cause` is JSON. A later cause is ignored. Never throws and never blocks for more than a moment.
   void abort(std::string_view cause) noexcept;

@@ -1,19 +1,15 @@
 // The contract of a link: one directed rank-to-rank FIFO for one kind of traffic (forward or backward).
 //
-// A link moves messages; it knows nothing of tensors. The sender gathers the parts of a message; the receiver
-// finds them in one slot. All work is ordered on a Stream: on a CPU that is the host itself, and a call has
-// done its work when it returns; on a GPU the call enqueues it and the host goes on. So a channel never asks
-// which one it is:
+// A link moves messages; it knows nothing of tensors. The sender gathers the parts of a message; the receiver finds
+// them in one slot. All work is ordered on a Stream: on a CPU that is the host itself, and a call has done its work
+// when it returns; on a GPU the call enqueues it and the host goes on. So a channel never asks which one it is:
 //
-//   sender    reserve()   a channel needs slots of some size (at its first layout, and when one outgrows
-//   them)
-//             send()      reads the parts after all earlier work of the stream; they may be overwritten or
-//             freed by
-//                         work that is ordered after sent() on the same stream
-//   receiver  post()      one more receive may be started, into a free slot, once earlier work of the stream
-//   is done
+//   sender    reserve()   a channel needs slots of some size: at its first layout, and when one outgrows them
+//             send()      reads the parts after all earlier work of the stream
+//             sent()      how many messages have been read for good: only then may their parts be freed or overwritten
+//   receiver  post()      one more receive may be started, into a free slot, after earlier work of the stream
 //             receive()   the next message; the stream's later work sees its bytes
-//             release()   the slot may be overwritten once earlier work of the stream is done
+//             release()   the slot may be overwritten after earlier work of the stream
 //
 // Both ends use the channels of a link in the same order. One thread uses a link end at a time.
 #pragma once
@@ -75,13 +71,16 @@ class SendLink {
   virtual ~SendLink() = default;
 
   // From the next message on, `channel` has `slots` slots of `bytes` bytes each.
-  virtual void reserve(std::uint32_t channel, std::uint32_t slots, std::size_t bytes,
-                       const Patience& patience) = 0;
+  virtual void reserve(std::uint32_t channel, std::uint32_t slots, std::size_t bytes, const Patience& patience) = 0;
 
   // Waits (on the host, for the host's part only) until a slot is free. Throws Error{timeout, peer_gone,
   // aborted}.
-  virtual void send(const Envelope& envelope, std::span<const Part> parts, Stream stream,
-                    const Patience& patience) = 0;
+  // Returns the message's number on this link, from 1.
+  virtual std::uint64_t send(const Envelope& envelope, std::span<const Part> parts, Stream stream,
+                             const Patience& patience) = 0;
+
+  // Of the messages so far, how many no longer need their parts. Never waits.
+  [[nodiscard]] virtual std::uint64_t sent() = 0;
 };
 
 class ReceiveLink {
@@ -92,7 +91,7 @@ class ReceiveLink {
   virtual ~ReceiveLink() = default;
 
   // The program takes a free slot of `channel` for a message to come. Never blocks.
-  virtual void post(std::uint32_t channel, Stream stream) = 0;
+  virtual void post(std::uint32_t channel, Stream stream, const Patience& patience) = 0;
 
   // The next message of the link. Throws Error{timeout, peer_gone, aborted, protocol}.
   [[nodiscard]] virtual Arrival receive(Stream stream, const Patience& patience) = 0;

@@ -37,8 +37,7 @@ struct stat status_of(int descriptor) {
 }  // namespace
 
 Segment::Segment(Fd descriptor, std::size_t bytes) : descriptor_(std::move(descriptor)), bytes_(bytes) {
-  void* address =
-      ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, descriptor_.get(), 0);
+  void* address = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, descriptor_.get(), 0);
   if (address == MAP_FAILED) throw_errno("mapping " + std::to_string(bytes) + " bytes of shared memory");
   data_ = static_cast<std::byte*>(address);
 }
@@ -66,8 +65,8 @@ std::shared_ptr<Segment> Segment::create(std::size_t bytes) {
 std::shared_ptr<Segment> Segment::attach(Fd descriptor, std::size_t bytes) {
   const struct stat status = status_of(descriptor.get());
   if (std::cmp_not_equal(status.st_size, bytes)) {
-    throw Error(Fault::protocol, "a peer's shared memory has " + std::to_string(status.st_size) +
-                                     " bytes instead of " + std::to_string(bytes));
+    throw Error(Fault::protocol, "a peer's shared memory has " + std::to_string(status.st_size) + " bytes instead of " +
+                                     std::to_string(bytes));
   }
   const int seals = ::fcntl(descriptor.get(), F_GET_SEALS);
   if (seals < 0 || (seals & size_seals) != size_seals) {

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/error.hpp"
+#include "link/slots.hpp"
 
 namespace pypipe {
 
@@ -38,8 +39,6 @@ struct SlotsFrame {
   std::uint64_t bytes;
 };
 
-// Frames of the link itself share the numbers of channels; the top bit keeps them apart.
-constexpr std::uint32_t link_bit = std::uint32_t{1} << 31;
 constexpr std::size_t slot_alignment = 64;
 
 Message* messages(ShmRings* rings) {
@@ -60,21 +59,19 @@ std::string about(std::uint32_t channel, int peer) {
 
 }  // namespace
 
-ShmSendLink::ShmSendLink(Hub& hub, int peer, std::uint32_t link, std::uint32_t capacity,
-                         const Patience& patience)
+ShmSendLink::ShmSendLink(Hub& hub, int peer, std::uint32_t link, std::uint32_t capacity, const Patience& patience)
     : hub_(hub),
       peer_(peer),
       capacity_(capacity),
       memory_(Segment::create(rings_bytes(capacity))),
       rings_(new (memory_->data()) ShmRings) {
-  hub_.send(peer_, FrameType::memory, link | link_bit, 0, {}, patience, memory_->descriptor());
+  hub_.send(peer_, FrameType::memory, link | link_frames, 0, {}, patience, memory_->descriptor());
   hub_.watch(rings_->sender);
 }
 
 ShmSendLink::~ShmSendLink() { hub_.unwatch(rings_->sender); }
 
-void ShmSendLink::reserve(std::uint32_t channel, std::uint32_t slots, std::size_t bytes,
-                          const Patience& patience) {
+void ShmSendLink::reserve(std::uint32_t channel, std::uint32_t slots, std::size_t bytes, const Patience& patience) {
   const std::size_t padded = (bytes + slot_alignment - 1) / slot_alignment * slot_alignment;
   Lane& lane = lanes_[channel];
   lane.memory = Segment::create(std::max(padded * slots, slot_alignment));
@@ -93,14 +90,12 @@ void ShmSendLink::reserve(std::uint32_t channel, std::uint32_t slots, std::size_
 
 void ShmSendLink::collect_credits() {
   const std::uint64_t returned = rings_->returned.load(std::memory_order_acquire);
-  if (returned - collected_ > capacity_)
-    throw Error(Fault::protocol, "the receiver returned slots it did not have");
+  if (returned - collected_ > capacity_) throw Error(Fault::protocol, "the receiver returned slots it did not have");
   for (; collected_ != returned; ++collected_) {
     const Credit credit = credits(rings_, capacity_)[collected_ % capacity_];
     const auto found = lanes_.find(credit.channel);
     if (found == lanes_.end() || found->second.in_flight == 0) {
-      throw Error(Fault::protocol,
-                  "the receiver returned a slot of an unknown " + about(credit.channel, peer_));
+      throw Error(Fault::protocol, "the receiver returned a slot of an unknown " + about(credit.channel, peer_));
     }
     Lane& lane = found->second;
     lane.in_flight -= 1;
@@ -108,8 +103,8 @@ void ShmSendLink::collect_credits() {
   }
 }
 
-void ShmSendLink::send(const Envelope& envelope, std::span<const Part> parts, Stream /*stream*/,
-                       const Patience& patience) {
+std::uint64_t ShmSendLink::send(const Envelope& envelope, std::span<const Part> parts, Stream /*stream*/,
+                                const Patience& patience) {
   const auto found = lanes_.find(envelope.channel);
   if (found == lanes_.end() || envelope.bytes > found->second.bytes) {
     throw Error(Fault::usage, "no slots were reserved for " + std::to_string(envelope.bytes) + " bytes on " +
@@ -131,12 +126,12 @@ void ShmSendLink::send(const Envelope& envelope, std::span<const Part> parts, St
   lane.in_flight += 1;
   rings_->published.store(++published_, std::memory_order_release);
   notify(rings_->receiver);
+  return published_;
 }
 
-ShmReceiveLink::ShmReceiveLink(Hub& hub, int peer, std::uint32_t link, std::uint32_t capacity,
-                               const Patience& patience)
+ShmReceiveLink::ShmReceiveLink(Hub& hub, int peer, std::uint32_t link, std::uint32_t capacity, const Patience& patience)
     : hub_(hub), peer_(peer), capacity_(capacity) {
-  Frame frame = hub_.take(peer_, FrameType::memory, link | link_bit, patience);
+  Frame frame = hub_.take(peer_, FrameType::memory, link | link_frames, patience);
   memory_ = Segment::attach(std::move(frame.descriptor), rings_bytes(capacity));
   rings_ = std::launder(reinterpret_cast<ShmRings*>(memory_->data()));
   hub_.watch(rings_->receiver);
@@ -144,25 +139,22 @@ ShmReceiveLink::ShmReceiveLink(Hub& hub, int peer, std::uint32_t link, std::uint
 
 ShmReceiveLink::~ShmReceiveLink() { hub_.unwatch(rings_->receiver); }
 
-void ShmReceiveLink::post(std::uint32_t /*channel*/, Stream /*stream*/) {
+void ShmReceiveLink::post(std::uint32_t /*channel*/, Stream /*stream*/, const Patience& /*patience*/) {
   // The credit of a free slot is with the sender already: release() put it there.
 }
 
-ShmReceiveLink::Lane& ShmReceiveLink::lane(std::uint32_t channel, std::uint32_t generation,
-                                           const Patience& patience) {
+ShmReceiveLink::Lane& ShmReceiveLink::lane(std::uint32_t channel, std::uint32_t generation, const Patience& patience) {
   Lane& lane = lanes_[channel];
   while (lane.generation != generation) {
     Frame frame = hub_.take(peer_, FrameType::memory, channel, patience);
     SlotsFrame slots{};
-    if (frame.payload.size() != sizeof(slots))
-      throw Error(Fault::protocol, "a memory frame of a wrong length");
+    if (frame.payload.size() != sizeof(slots)) throw Error(Fault::protocol, "a memory frame of a wrong length");
     std::memcpy(&slots, frame.payload.data(), sizeof(slots));
     constexpr std::uint64_t most_bytes = std::uint64_t{1} << 46;
     if (frame.value != lane.generation + 1 || slots.slots > capacity_ || slots.bytes > most_bytes) {
       throw Error(Fault::protocol, "impossible slots were announced for " + about(channel, peer_));
     }
-    lane.memory =
-        Segment::attach(std::move(frame.descriptor), std::max(slots.slots * slots.bytes, slot_alignment));
+    lane.memory = Segment::attach(std::move(frame.descriptor), std::max(slots.slots * slots.bytes, slot_alignment));
     lane.generation = static_cast<std::uint32_t>(frame.value);
     lane.slots = static_cast<std::uint32_t>(slots.slots);
     lane.bytes = slots.bytes;
@@ -182,9 +174,8 @@ Arrival ShmReceiveLink::receive(Stream /*stream*/, const Patience& patience) {
     throw Error(Fault::protocol, "a message outside its slots on " + about(envelope.channel, peer_));
   }
   consumed_ += 1;
-  return Arrival{envelope,
-                 Slot{envelope.channel, message.generation, message.slot,
-                      from.memory->data() + std::size_t{message.slot} * from.bytes, from.bytes, from.memory}};
+  return Arrival{envelope, Slot{envelope.channel, message.generation, message.slot,
+                                from.memory->data() + std::size_t{message.slot} * from.bytes, from.bytes, from.memory}};
 }
 
 void ShmReceiveLink::release(const Slot& slot, Stream /*stream*/) {

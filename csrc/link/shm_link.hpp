@@ -35,10 +35,10 @@ class ShmSendLink final : public SendLink {
   ShmSendLink(Hub& hub, int peer, std::uint32_t link, std::uint32_t capacity, const Patience& patience);
   ~ShmSendLink() override;
 
-  void reserve(std::uint32_t channel, std::uint32_t slots, std::size_t bytes,
-               const Patience& patience) override;
-  void send(const Envelope& envelope, std::span<const Part> parts, Stream stream,
-            const Patience& patience) override;
+  void reserve(std::uint32_t channel, std::uint32_t slots, std::size_t bytes, const Patience& patience) override;
+  std::uint64_t send(const Envelope& envelope, std::span<const Part> parts, Stream stream,
+                     const Patience& patience) override;
+  [[nodiscard]] std::uint64_t sent() override { return published_; }
 
  private:
   struct Lane {
@@ -67,7 +67,7 @@ class ShmReceiveLink final : public ReceiveLink {
   ShmReceiveLink(Hub& hub, int peer, std::uint32_t link, std::uint32_t capacity, const Patience& patience);
   ~ShmReceiveLink() override;
 
-  void post(std::uint32_t channel, Stream stream) override;
+  void post(std::uint32_t channel, Stream stream, const Patience& patience) override;
   [[nodiscard]] Arrival receive(Stream stream, const Patience& patience) override;
   void release(const Slot& slot, Stream stream) override;
 

@@ -6,4 +6,5 @@ PYBIND11_MODULE(_core, module) {
   pypipe::python::register_base(module);
   pypipe::python::register_control(module);
   pypipe::python::register_channel(module);
+  pypipe::python::register_gpu(module);
 }

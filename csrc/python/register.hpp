@@ -8,5 +8,6 @@ namespace pypipe::python {
 void register_base(pybind11::module_& module);
 void register_control(pybind11::module_& module);
 void register_channel(pybind11::module_& module);
+void register_gpu(pybind11::module_& module);
 
 }  // namespace pypipe::python

@@ -38,8 +38,7 @@ void register_base(py::module_& module) {
   py::reinterpret_borrow<py::object>(core_error).attr("fault") = "";
   py::register_exception_translator(&translate);
 
-  py::class_<Patience>(module, "Patience",
-                       "How long (seconds) and how eagerly (polls before parking) to wait.")
+  py::class_<Patience>(module, "Patience", "How long (seconds) and how eagerly (polls before parking) to wait.")
       .def(py::init([](double timeout, std::uint32_t spins) {
              constexpr double most = 1e9;  // some 30 years; more would overflow nanoseconds
              const double seconds = timeout < most ? timeout : most;
@@ -52,8 +51,7 @@ void register_base(py::module_& module) {
            }),
            py::arg("timeout"), py::arg("spins") = 0)
       .def_property_readonly(
-          "timeout",
-          [](const Patience& patience) { return std::chrono::duration<double>(patience.timeout).count(); })
+          "timeout", [](const Patience& patience) { return std::chrono::duration<double>(patience.timeout).count(); })
       .def_readonly("spins", &Patience::spins);
 }
 

@@ -31,9 +31,8 @@ struct Message {
   Arrival arrival;
 };
 
-SendLayout announce(SendChannel& channel, const std::string& description,
-                    const std::vector<std::size_t>& sizes, std::uint32_t forgotten,
-                    const Patience& patience) {
+SendLayout announce(SendChannel& channel, const std::string& description, const std::vector<std::size_t>& sizes,
+                    std::uint32_t forgotten, const Patience& patience) {
   const std::vector<std::size_t> offsets = pack(sizes);
   SendLayout layout;
   for (std::size_t i = 0; i < sizes.size(); ++i) layout.parts.push_back(Part{nullptr, sizes[i], offsets[i]});
@@ -41,9 +40,9 @@ SendLayout announce(SendChannel& channel, const std::string& description,
   return layout;
 }
 
-void send(SendChannel& channel, const SendLayout& layout, std::uint32_t stage, std::uint32_t kind,
-          std::uint32_t microbatch, std::uint64_t rows, std::uint64_t batch_rows,
-          const std::vector<std::uintptr_t>& pointers, std::uintptr_t stream, const Patience& patience) {
+std::uint64_t send(SendChannel& channel, const SendLayout& layout, std::uint32_t stage, std::uint32_t kind,
+                   std::uint32_t microbatch, std::uint64_t rows, std::uint64_t batch_rows,
+                   const std::vector<std::uintptr_t>& pointers, std::uintptr_t stream, const Patience& patience) {
   if (pointers.size() != layout.parts.size()) {
     throw Error(Fault::usage, "a layout of " + std::to_string(layout.parts.size()) + " tensors got " +
                                   std::to_string(pointers.size()) + " pointers");
@@ -54,15 +53,15 @@ void send(SendChannel& channel, const SendLayout& layout, std::uint32_t stage, s
   }
   const Envelope envelope{0, stage, kind, microbatch, layout.id, 0, 0, rows, batch_rows};
   const py::gil_scoped_release released;
-  channel.send(envelope, parts, Stream{reinterpret_cast<void*>(stream)},  // NOLINT(performance-no-int-to-ptr)
-               patience);
+  return channel.send(envelope, parts, Stream{reinterpret_cast<void*>(stream)},  // NOLINT(performance-no-int-to-ptr)
+                      patience);
 }
 
 Message receive(ReceiveChannel& channel, std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch,
                 std::uintptr_t stream, const Patience& patience) {
-  return Message{channel.receive(
-      stage, kind, microbatch, Stream{reinterpret_cast<void*>(stream)},  // NOLINT(performance-no-int-to-ptr)
-      patience)};
+  return Message{channel.receive(stage, kind, microbatch,
+                                 Stream{reinterpret_cast<void*>(stream)},  // NOLINT(performance-no-int-to-ptr)
+                                 patience)};
 }
 
 template <class Channel>
@@ -87,53 +86,54 @@ void register_channel(py::module_& module) {
   module.def(
       "pack", [](const std::vector<std::size_t>& sizes) { return pack(sizes); }, arg("sizes"),
       "Offsets of parts of these sizes (bytes) in one message, then the message's size.");
-  module.def("check_tag", &check_tag, arg("envelope"), arg("channel"), arg("stage"), arg("kind"),
-             arg("microbatch"), arg("peer"));
+  module.def("check_tag", &check_tag, arg("envelope"), arg("channel"), arg("stage"), arg("kind"), arg("microbatch"),
+             arg("peer"));
 
   py::class_<SendLink>(module, "SendLink");
   py::class_<ReceiveLink>(module, "ReceiveLink");
   py::class_<ShmSendLink, SendLink>(module, "ShmSendLink")
-      .def(py::init<Hub&, int, std::uint32_t, std::uint32_t, const Patience&>(), arg("hub"), arg("peer"),
-           arg("link"), arg("capacity"), arg("patience"), keep_alive<1, 2>(), Released());
+      .def(py::init<Hub&, int, std::uint32_t, std::uint32_t, const Patience&>(), arg("hub"), arg("peer"), arg("link"),
+           arg("capacity"), arg("patience"), keep_alive<1, 2>(), Released());
   py::class_<ShmReceiveLink, ReceiveLink>(module, "ShmReceiveLink")
-      .def(py::init<Hub&, int, std::uint32_t, std::uint32_t, const Patience&>(), arg("hub"), arg("peer"),
-           arg("link"), arg("capacity"), arg("patience"), keep_alive<1, 2>(), Released());
+      .def(py::init<Hub&, int, std::uint32_t, std::uint32_t, const Patience&>(), arg("hub"), arg("peer"), arg("link"),
+           arg("capacity"), arg("patience"), keep_alive<1, 2>(), Released());
 
   py::class_<SendLayout>(module, "SendLayout").def_readonly("id", &SendLayout::id);
 
   py::class_<Message>(module, "Message", py::buffer_protocol())
       .def_buffer([](Message& message) {
         const Slot& slot = message.arrival.slot;
-        return py::buffer_info(reinterpret_cast<std::uint8_t*>(slot.data),
-                               static_cast<py::ssize_t>(slot.bytes));
+        return py::buffer_info(reinterpret_cast<std::uint8_t*>(slot.data), static_cast<py::ssize_t>(slot.bytes));
       })
       .def_property_readonly("layout", [](const Message& message) { return message.arrival.envelope.layout; })
       .def_property_readonly("rows", [](const Message& message) { return message.arrival.envelope.rows; })
-      .def_property_readonly("batch_rows",
-                             [](const Message& message) { return message.arrival.envelope.batch_rows; })
+      .def_property_readonly("batch_rows", [](const Message& message) { return message.arrival.envelope.batch_rows; })
       .def_property_readonly("bytes", [](const Message& message) { return message.arrival.slot.bytes; })
-      .def_property_readonly("pointer", [](const Message& message) {
-        return reinterpret_cast<std::uintptr_t>(message.arrival.slot.data);
-      });
+      .def_property_readonly(
+          "pointer", [](const Message& message) { return reinterpret_cast<std::uintptr_t>(message.arrival.slot.data); })
+      .def_property_readonly(
+          "memory",
+          [](const Message& message) { return reinterpret_cast<std::uintptr_t>(message.arrival.slot.owner.get()); },
+          "The start of what was allocated for this slot and others.");
 
   py::class_<SendChannel>(module, "SendChannel")
-      .def(py::init<Hub&, SendLink&, int, std::uint32_t, std::uint32_t>(), arg("hub"), arg("link"),
-           arg("peer"), arg("channel"), arg("slots"), keep_alive<1, 2>(), keep_alive<1, 3>())
-      .def("announce", &announce, arg("description"), arg("sizes"), arg("forgotten"), arg("patience"),
-           Released())
-      .def("send", &send, arg("layout"), arg("stage"), arg("kind"), arg("microbatch"), arg("rows"),
-           arg("batch_rows"), arg("pointers"), arg("stream"), arg("patience"))
+      .def(py::init<Hub&, SendLink&, int, std::uint32_t, std::uint32_t>(), arg("hub"), arg("link"), arg("peer"),
+           arg("channel"), arg("slots"), keep_alive<1, 2>(), keep_alive<1, 3>())
+      .def("announce", &announce, arg("description"), arg("sizes"), arg("forgotten"), arg("patience"), Released())
+      .def("send", &send, arg("layout"), arg("stage"), arg("kind"), arg("microbatch"), arg("rows"), arg("batch_rows"),
+           arg("pointers"), arg("stream"), arg("patience"))
+      .def("sent", &SendChannel::sent)
       .def_property_readonly("counters", &counters<SendChannel>);
 
   py::class_<ReceiveChannel>(module, "ReceiveChannel")
-      .def(py::init<Hub&, ReceiveLink&, int, std::uint32_t, std::uint32_t>(), arg("hub"), arg("link"),
-           arg("peer"), arg("channel"), arg("slots"), keep_alive<1, 2>(), keep_alive<1, 3>())
+      .def(py::init<Hub&, ReceiveLink&, int, std::uint32_t, std::uint32_t>(), arg("hub"), arg("link"), arg("peer"),
+           arg("channel"), arg("slots"), keep_alive<1, 2>(), keep_alive<1, 3>())
       .def(
           "post",
-          [](ReceiveChannel& channel, std::uintptr_t stream) {
-            channel.post(Stream{reinterpret_cast<void*>(stream)});  // NOLINT(performance-no-int-to-ptr)
+          [](ReceiveChannel& channel, std::uintptr_t stream, const Patience& patience) {
+            channel.post(Stream{reinterpret_cast<void*>(stream)}, patience);  // NOLINT(performance-no-int-to-ptr)
           },
-          arg("stream"))
+          arg("stream"), arg("patience"), Released())
       .def("receive", &receive, arg("stage"), arg("kind"), arg("microbatch"), arg("stream"), arg("patience"),
            Released())
       .def(
@@ -153,8 +153,8 @@ void register_channel(py::module_& module) {
 
   py::class_<LayoutAnnouncer>(module, "LayoutAnnouncer")
       .def(py::init<Hub&, int, std::uint32_t>(), arg("hub"), arg("peer"), arg("channel"), keep_alive<1, 2>())
-      .def("announce", &LayoutAnnouncer::announce, arg("description"), arg("bytes"), arg("forgotten"),
-           arg("patience"), Released());
+      .def("announce", &LayoutAnnouncer::announce, arg("description"), arg("bytes"), arg("forgotten"), arg("patience"),
+           Released());
   py::class_<LayoutBook>(module, "LayoutBook")
       .def(py::init<Hub&, int, std::uint32_t>(), arg("hub"), arg("peer"), arg("channel"), keep_alive<1, 2>())
       .def(

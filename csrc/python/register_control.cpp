@@ -5,7 +5,7 @@
 
 #include "base/error.hpp"
 #include "control/hub.hpp"
-#include "link/link.hpp"
+#include "link/slots.hpp"
 #include "python/register.hpp"
 
 namespace py = pybind11;
@@ -23,24 +23,18 @@ void send_envelope(Hub& hub, int peer, Envelope envelope, std::uint32_t channel,
 }
 
 Envelope take_envelope(Hub& hub, int peer, std::uint32_t channel, const Patience& patience) {
-  const Frame frame = hub.take(peer, FrameType::envelope, channel, patience);
-  Envelope envelope;
-  if (frame.payload.size() != sizeof(envelope)) throw Error(Fault::protocol, "an envelope of a wrong length");
-  std::memcpy(&envelope, frame.payload.data(), sizeof(envelope));
-  return envelope;
+  return envelope_of(hub.take(peer, FrameType::envelope, channel, patience));
 }
 
 }  // namespace
 
 void register_control(py::module_& module) {
   py::class_<Envelope>(module, "Envelope", "The tag of a message, and how much of the batch it is.")
-      .def(
-          py::init([](std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch, std::uint32_t layout,
-                      std::uint64_t bytes, std::uint64_t rows, std::uint64_t batch_rows) {
-            return Envelope{0, stage, kind, microbatch, layout, 0, bytes, rows, batch_rows};
-          }),
-          arg("stage"), arg("kind"), arg("microbatch"), arg("layout"), arg("bytes"), arg("rows"),
-          arg("batch_rows"))
+      .def(py::init([](std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch, std::uint32_t layout,
+                       std::uint64_t bytes, std::uint64_t rows, std::uint64_t batch_rows) {
+             return Envelope{0, stage, kind, microbatch, layout, 0, bytes, rows, batch_rows};
+           }),
+           arg("stage"), arg("kind"), arg("microbatch"), arg("layout"), arg("bytes"), arg("rows"), arg("batch_rows"))
       .def_readonly("stage", &Envelope::stage)
       .def_readonly("kind", &Envelope::kind)
       .def_readonly("microbatch", &Envelope::microbatch)
@@ -53,16 +47,15 @@ void register_control(py::module_& module) {
       .def(py::init<int>(), arg("rank"))
       .def_property_readonly("rank", &Hub::rank)
       .def(
-          "add_peer", [](Hub& hub, int rank, int descriptor) { hub.add_peer(rank, Fd(descriptor)); },
-          arg("rank"), arg("descriptor"), "Takes over a connected, authenticated stream socket.")
+          "add_peer", [](Hub& hub, int rank, int descriptor) { hub.add_peer(rank, Fd(descriptor)); }, arg("rank"),
+          arg("descriptor"), "Takes over a connected, authenticated stream socket.")
       .def("start", &Hub::start, Released())
       .def("abort", &Hub::abort, arg("cause"), Released())
       .def("cause", &Hub::cause, Released())
       .def("check", &Hub::check, arg("peer"), Released())
       .def("close", &Hub::close, Released())
       .def("abandon", &Hub::abandon)
-      .def("send_envelope", &send_envelope, arg("peer"), arg("envelope"), arg("channel"), arg("patience"),
-           Released())
+      .def("send_envelope", &send_envelope, arg("peer"), arg("envelope"), arg("channel"), arg("patience"), Released())
       .def("take_envelope", &take_envelope, arg("peer"), arg("channel"), arg("patience"), Released());
 }
 

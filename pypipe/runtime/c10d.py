@@ -199,6 +199,11 @@ class _Slot:
 class C10dReceivePort:
     """The receiving end: as many buffers as the channel has slots, made when the first layout is known."""
 
+    posts = False
+
+    def post(self) -> None:
+        """Nothing: the sender may go on as soon as a slot is free."""
+
     def __init__(self, route: Route) -> None:
         self._route = route
         self._book = _core.LayoutBook(route.hub, route.peer, route.channel)

@@ -60,6 +60,13 @@ class Inbound(Protocol):
 class ReceivePort(Protocol):
     """The receiving end of a channel over some link."""
 
+    @property
+    def posts(self) -> bool:
+        """Whether post() does anything."""
+
+    def post(self) -> None:
+        """Lets one more receive start."""
+
     def receive(self, tag: Tag) -> Inbound:
         """Waits for the next message, which must carry this tag's stage, kind and microbatch."""
 
@@ -176,10 +183,15 @@ _enter = torch.ops.aten._unsafe_view.default
 
 
 class ReceiveChannel:
-    """The receiving end of one stage boundary in one direction."""
+    """The receiving end of one stage boundary in one direction.
+
+    Attributes:
+        posts: whether post() does anything; where it does not, a slot's release is all that its sender waits for.
+    """
 
     def __init__(self, port: ReceivePort, source_stage: int, kind: int) -> None:
         self._port = self.port = port
+        self.posts: bool = port.posts
         self._source_stage = source_stage
         self._kind = kind
         self._layouts: dict[int, _Incoming] = {}
@@ -188,6 +200,10 @@ class ReceiveChannel:
     def counters(self) -> dict[str, int]:
         """What the port has counted."""
         return self._port.counters
+
+    def post(self, microbatch: int) -> None:
+        """RECV: lets one more receive start, into a free slot."""
+        self._port.post()
 
     def receive(self, microbatch: int, *, training: bool) -> Received:
         """Waits for the message of this microbatch.

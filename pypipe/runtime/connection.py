@@ -5,19 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from pypipe import _core
-from pypipe.errors import ConfigurationError
 from pypipe.program import Channel, Kind, Link
 from pypipe.runtime import environment
-from pypipe.runtime.c10d import C10dReceivePort, C10dSendPort, Route
-from pypipe.runtime.channels import ReceiveChannel, ReceivePort, SendChannel, SendPort
-from pypipe.runtime.rendezvous import Card, meet
-from pypipe.runtime.shm import CoreReceivePort, CoreSendPort
+from pypipe.runtime.carriers import CHOICES, Carrier, carrier_of, make
+from pypipe.runtime.channels import ReceiveChannel, SendChannel
+from pypipe.runtime.rendezvous import Card, Meeting, meet
 from pypipe.runtime.world import World
 
 __all__ = ["Connection"]
@@ -51,7 +49,7 @@ class Connection:
         compare: Any,
         timeout: float,
     ) -> None:
-        choice = environment.read("PYPIPE_LINK", ("auto", "shm", "c10d"))
+        choice = environment.read("PYPIPE_LINK", CHOICES)
         card = {**card, "link": choice, "device": device.type}
         links = {channel: links[channel] for channel in sorted(links)}
         peers = {rank for link in links.values() if world.rank in _ends(link) for rank in _ends(link)}
@@ -59,96 +57,61 @@ class Connection:
         meeting = meet(world, card, compare, peers - {world.rank}, timeout)
         self.hub = meeting.hub
         _hubs.add(self.hub)
-        self._finalizer = weakref.finalize(self, self.hub.close)
         self.senders: dict[Channel, SendChannel] = {}
         self.receivers: dict[Channel, ReceiveChannel] = {}
+        carriers: dict[str, Carrier] = {}
+        self._finalizer = weakref.finalize(self, _close, carriers, self.hub)
         try:
-            self._open(meeting.cards, meeting.same_host, links, slots, device, timeout)
+            self._open(meeting, carriers, links, slots, device, timeout)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Says goodbye to the neighbours and closes the sockets. Idempotent; never raises."""
+        """Closes the links, says goodbye to the neighbours and closes the sockets. Idempotent; never raises."""
         self._finalizer()
 
     def _open(
         self,
-        cards: Sequence[Card],
-        same_host: Any,
+        meeting: Meeting,
+        carriers: dict[str, Carrier],
         links: Mapping[Channel, Link],
         slots: Mapping[Channel, int],
         device: torch.device,
         timeout: float,
     ) -> None:
-        me = self.world.rank
+        me, cards = self.world.rank, meeting.cards
         here = sum(card["host"] == cards[me]["host"] for card in cards)
         crowded = here > len(os.sched_getaffinity(0))
         patience = _core.Patience(timeout, _SPINS_CROWDED if crowded else _SPINS_ALONE)
-        shared = {link: self._is_shared(cards, same_host, link) for link in set(links.values()) if me in _ends(link)}
-        capacity = {
-            link: sum(slots[channel] for channel, its_link in links.items() if its_link == link) for link in shared
-        }
-        numbers = {link: number for number, link in enumerate(sorted(set(links.values())))}
-        outgoing = [link for link in sorted(shared) if shared[link] and link.source_rank == me]
-        incoming = [link for link in sorted(shared) if shared[link] and link.target_rank == me]
-        # Sending ends first: they wait for nobody.
-        send_links = {
-            link: _core.ShmSendLink(self.hub, link.target_rank, numbers[link], capacity[link], patience)
-            for link in outgoing
-        }
-        receive_links = {
-            link: _core.ShmReceiveLink(self.hub, link.source_rank, numbers[link], capacity[link], patience)
-            for link in incoming
-        }
-        for number, (channel, link) in enumerate(links.items()):
-            if link not in shared:
+        numbers = {channel: number for number, channel in enumerate(links)}
+        # All ranks decide for all links, so that what cannot be is an error on every rank.
+        ways = {link: carrier_of(link, cards) for link in sorted(set(links.values()))}
+        # One order on all ranks: whoever waits at a link waits for a rank that is busy with an earlier one.
+        for number, (link, way) in enumerate(ways.items()):
+            if me not in _ends(link):
                 continue
+            if way not in carriers:
+                carriers[way] = make(way, self.world, meeting, device, patience)
+            on_it = {numbers[channel]: slots[channel] for channel, its_link in links.items() if its_link == link}
+            carriers[way].open(number, link, on_it, sends=link.source_rank == me)
+        for channel, link in links.items():
             kind = ord("F" if channel.kind is Kind.F else "B")
-            peer = link.target_rank if link.source_rank == me else link.source_rank
-            count = slots[channel]
-            route = None if shared[link] else self._route(peer, number, count, device, patience)
+            carrier, number, count = carriers.get(ways[link]), numbers[channel], slots[channel]
+            if me not in _ends(link) or carrier is None:
+                continue
             if link.source_rank == me:
-                send_port: SendPort
-                if route is not None:
-                    send_port = C10dSendPort(route)
-                else:
-                    sender = _core.SendChannel(self.hub, send_links[link], peer, number, count)
-                    send_port = CoreSendPort(sender, patience)
-                self.senders[channel] = SendChannel(send_port, channel.source_stage, kind)
+                sender = carrier.send_port(link, number, count)
+                self.senders[channel] = SendChannel(sender, channel.source_stage, kind)
             else:
-                receive_port: ReceivePort
-                if route is not None:
-                    receive_port = C10dReceivePort(route)
-                else:
-                    receiver = _core.ReceiveChannel(self.hub, receive_links[link], peer, number, count)
-                    receive_port = CoreReceivePort(receiver, patience)
-                self.receivers[channel] = ReceiveChannel(receive_port, channel.source_stage, kind)
+                receiver = carrier.receive_port(link, number, count)
+                self.receivers[channel] = ReceiveChannel(receiver, channel.source_stage, kind)
 
-    @staticmethod
-    def _is_shared(cards: Sequence[Card], same_host: Any, link: Link) -> bool:
-        """Whether shared memory carries this link; both its ends decide alike."""
-        ends = (cards[link.source_rank], cards[link.target_rank])
-        possible = ends[0]["host"] == ends[1]["host"] and all(card["device"] == "cpu" for card in ends)
-        choices = {card["link"] for card in cards}
-        if "c10d" in choices:
-            return False
-        if "shm" in choices and not possible:
-            raise ConfigurationError(
-                f"PYPIPE_LINK=shm, but shared memory does not reach from rank {link.source_rank} to rank "
-                f"{link.target_rank}: they are on different hosts, or a stage is not on the CPU"
-            )
-        return possible
 
-    def _route(self, peer: int, channel: int, slots: int, device: torch.device, patience: _core.Patience) -> Route:
-        if self.world.group is None:
-            raise ConfigurationError(
-                f"shared memory does not reach from rank {self.world.rank} to rank {peer}, so their messages go "
-                "through torch.distributed: call torch.distributed.init_process_group() before the first step"
-            )
-        # Meetings of one set of ranks are numbered alike on all of them; channels of one program are few.
-        tag = (self.world.meetings() * 4096 + channel) % (1 << 30)
-        return Route(self.hub, self.world.group, peer, channel, tag, slots, device, patience)
+def _close(carriers: Mapping[str, Carrier], hub: _core.Hub) -> None:
+    for carrier in carriers.values():
+        carrier.close()
+    hub.close()
 
 
 def _ends(link: Link) -> tuple[int, int]:

@@ -20,13 +20,22 @@ class Variable(NamedTuple):
 VARIABLES: dict[str, Variable] = {
     "PYPIPE_LINK": Variable(
         "auto",
-        "Which link carries messages between two ranks: auto (shared memory between CPU stages of one host, else "
-        "c10d), shm, or c10d. If one rank says c10d, all of the pipeline use it.",
+        "Which link carries messages between two ranks: auto (shared memory between CPU stages of one host, "
+        "NCCL between GPUs, else c10d), shm, nccl, or c10d. What one rank says holds for the whole pipeline.",
     ),
     "PYPIPE_ADDRESS": Variable(
         "",
         "The address at which this rank's control socket listens for ranks on other hosts. Default: the one that "
         "this host uses to reach MASTER_ADDR.",
+    ),
+    "PYPIPE_CUDA_LIBRARY": Variable(
+        "",
+        "The file of the CUDA driver to use. Default: the libcuda.so.1 that the loader finds.",
+    ),
+    "PYPIPE_NCCL_LIBRARY": Variable(
+        "",
+        "The file of NCCL to use. Default: the libnccl.so.2 that torch has loaded, else the one that cuda-pathfinder "
+        "or the loader finds.",
     ),
 }
 

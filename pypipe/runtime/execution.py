@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pypipe.errors import InputError
+from pypipe.program import Kind
 from pypipe.runtime.batch import Batch, Share
 from pypipe.runtime.channels import ReceiveChannel, Received, SendChannel
 
@@ -87,6 +88,16 @@ class StageExecution:
         if training and self._receive_backward is not None:
             self._fresh = [p for p in self._module.parameters() if p.requires_grad and p.grad is None]
             self._fresh += batch.leaves
+
+    def receiver(self, kind: Kind) -> ReceiveChannel:
+        """The channel that a RECV_F or RECV_B posts to."""
+        channel = self._receive_forward if kind is Kind.RECV_F else self._receive_backward
+        assert channel is not None
+        return channel
+
+    def posts(self, kind: Kind) -> bool:
+        """Whether a RECV_F or RECV_B has anything to do."""
+        return self.receiver(kind).posts
 
     def forward(self, microbatch: int) -> None:
         """F: waits for the input, runs the module, and on the last stage the loss."""
@@ -218,7 +229,7 @@ class StageExecution:
 
 # torch.autograd.backward() spends more time on checking its arguments in Python than a small stage's backward takes;
 # the engine checks shapes and dtypes itself. Others that know their roots call it as well, so it is unlikely to go.
-_engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+_engine: Any = torch.autograd.Variable._execution_engine
 
 
 def _run_backward(roots: list[Any], gradients: list[Tensor]) -> None:

@@ -20,8 +20,12 @@ class Executor:
     """
 
     def __init__(self, program: Program, rank: int, stages: Mapping[int, StageExecution]) -> None:
-        # A receive is posted by the slot's return to the sender, so RECV actions have nothing left to do here.
-        self._actions = [action for action in program.ranks[rank] if not action.kind.is_receive]
+        # Over most links a receive is posted by the slot's return to the sender; then RECV has nothing left to do.
+        self._actions = [
+            action
+            for action in program.ranks[rank]
+            if not action.kind.is_receive or stages[action.stage].posts(action.kind)
+        ]
         self._plan = [(_call(action, stages[action.stage]), action.microbatch) for action in self._actions]
         self._position = 0
 
@@ -51,4 +55,6 @@ def _call(action: Action, stage: StageExecution) -> Callable[[int], None]:
             return stage.send_forward
         case Kind.SEND_B:
             return stage.send_backward
+        case Kind.RECV_F | Kind.RECV_B:
+            return stage.receiver(action.kind).post
     raise ValueError(f"the executor cannot run {action}: it knows F, B and their transfers")

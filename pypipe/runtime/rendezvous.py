@@ -21,7 +21,7 @@ from pypipe.runtime import environment
 from pypipe.runtime.handshake import Address, Listener, connect
 from pypipe.runtime.world import World, host_identity
 
-__all__ = ["Card", "Meeting", "meet", "refuse"]
+__all__ = ["Card", "Meeting", "meet", "read_all", "refuse"]
 
 Card = dict[str, Any]
 
@@ -31,14 +31,11 @@ _LONGEST_POLL_SECONDS = 0.05
 
 @dataclass
 class Meeting:
-    """What came of it: every rank's card, and the hub of this rank's control sockets."""
+    """What came of it: every rank's card, the hub of this rank's control sockets, the prefix of keys in the store."""
 
     cards: Sequence[Card]
     hub: _core.Hub
-
-    def same_host(self, peer: int) -> bool:
-        """Whether shared memory reaches that rank."""
-        return bool(self.cards[peer]["host"] == self.cards[self.hub.rank]["host"])
+    prefix: str
 
 
 def refuse(world: World, reason: str) -> None:
@@ -47,7 +44,7 @@ def refuse(world: World, reason: str) -> None:
         world.store.set(f"{world.next_meeting()}/refused", json.dumps({"rank": world.rank, "reason": reason}))
 
 
-def _read_all(world: World, prefix: str, keys: Mapping[int, str], deadline: float) -> dict[int, str]:
+def read_all(world: World, prefix: str, keys: Mapping[int, str], deadline: float) -> dict[int, str]:
     """The values of these keys (by rank), as soon as each is there."""
     values: dict[int, str] = {}
     pause = _FIRST_POLL_SECONDS
@@ -121,17 +118,17 @@ def meet(
         if world.rank == 0:
             world.store.set(f"{prefix}/secret", secrets.token_hex(32))
         world.store.set(f"{prefix}/card/{world.rank}", json.dumps(card))
-        texts = _read_all(world, prefix, {r: f"{prefix}/card/{r}" for r in range(world.size)}, deadline)
+        texts = read_all(world, prefix, {r: f"{prefix}/card/{r}" for r in range(world.size)}, deadline)
         cards = [json.loads(texts[rank]) for rank in range(world.size)]
     compare(cards)
     hub = _core.Hub(world.rank)
     try:
         peers = sorted(set(neighbours))
         if peers:
-            secret = bytes.fromhex(_read_all(world, prefix, {0: f"{prefix}/secret"}, deadline)[0])
+            secret = bytes.fromhex(read_all(world, prefix, {0: f"{prefix}/secret"}, deadline)[0])
             _connect(world, prefix, cards, peers, secret, hub, deadline)
         hub.start()
-        return Meeting(cards, hub)
+        return Meeting(cards, hub, prefix)
     except BaseException:
         hub.close()
         raise
@@ -160,7 +157,7 @@ def _connect(
                 world.store.set(f"{prefix}/{kind}/{me}", json.dumps(listener.address))
         for peer in (peer for peer in peers if peer < me):
             key = f"{prefix}/{'unix' if cards[peer]['host'] == host else 'tcp'}/{peer}"
-            where = json.loads(_read_all(world, prefix, {peer: key}, deadline)[peer])
+            where = json.loads(read_all(world, prefix, {peer: key}, deadline)[peer])
             address: Address = where if isinstance(where, str) else (str(where[0]), int(where[1]))
             hub.add_peer(peer, connect(me, peer, address, secret, deadline).detach())
         for listener, expected in listeners:

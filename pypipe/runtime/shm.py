@@ -58,6 +58,11 @@ class CoreSendPort:
 class CoreReceivePort:
     """The receiving end of a channel of the core."""
 
+    posts = False
+
+    def post(self) -> None:
+        """Nothing: the sender may go on as soon as a slot is free."""
+
     def __init__(self, channel: _core.ReceiveChannel, patience: _core.Patience) -> None:
         self._channel = channel
         self._patience = patience

@@ -1,0 +1,185 @@
+#include "link/nccl_link.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "base/error.hpp"
+#include "link/slots.hpp"
+
+namespace pypipe {
+namespace {
+
+cuda::Pointer device_pointer(const void* data) { return reinterpret_cast<cuda::Pointer>(data); }
+
+cuda::StreamHandle handle(Stream stream) { return static_cast<cuda::StreamHandle>(stream.handle); }
+
+}  // namespace
+
+NcclSendLink::NcclSendLink(Hub& hub, int peer, std::uint32_t link, std::shared_ptr<NcclEdge> edge, Allocate allocate)
+    : hub_(hub),
+      peer_(peer),
+      link_(link | link_frames),
+      edge_(std::move(edge)),
+      allocate_(std::move(allocate)),
+      made_(edge_->cuda()) {}
+
+NcclSendLink::~NcclSendLink() = default;
+
+void NcclSendLink::reserve(std::uint32_t /*channel*/, std::uint32_t /*slots*/, std::size_t /*bytes*/,
+                           const Patience& /*patience*/) {
+  // The receiver owns the slots; it sees what they must hold in the envelopes.
+}
+
+std::uint64_t NcclSendLink::send(const Envelope& envelope, std::span<const Part> parts, Stream stream,
+                                 const Patience& patience) {
+  hub_.send(peer_, FrameType::envelope, link_, 0,
+            std::string_view(reinterpret_cast<const char*>(&envelope), sizeof(envelope)), patience);
+  messages_ += 1;
+  std::vector<Part> filled;
+  std::ranges::copy_if(parts, std::back_inserter(filled), [](const Part& part) { return part.bytes > 0; });
+  if (filled.empty()) {
+    operations_.push_back(0);
+    return messages_;
+  }
+  const bool packed = filled.size() > 1 || filled.front().offset != 0;
+  if (packed && envelope.bytes > staging_bytes_) {
+    // The link's stream may still read the smaller one.
+    if (staging_) outgrown_.emplace_back(messages_ - 1, std::move(staging_));
+    staging_bytes_ = slot_size(envelope.bytes);
+    staging_ = allocate_(staging_bytes_);
+  }
+  // After the allocation: fresh memory may still be in use by earlier work of the compute stream.
+  made_.record(handle(stream));
+  made_.hold_up(edge_->stream().handle());
+  const void* source = filled.front().data;
+  if (packed) {
+    const cuda::Api& cuda = *edge_->cuda();
+    for (const Part& part : filled) {
+      cuda.check(cuda.copy_async(device_pointer(staging_.get()) + part.offset, device_pointer(part.data), part.bytes,
+                                 edge_->stream().handle()));
+    }
+    source = staging_.get();
+  }
+  operations_.push_back(edge_->run(
+      [&](nccl::CommunicatorHandle communicator, cuda::StreamHandle on) {
+        edge_->nccl().check(edge_->nccl().send(source, envelope.bytes, nccl::uint8, 1, communicator, on));
+      },
+      patience));
+  return messages_;
+}
+
+std::uint64_t NcclSendLink::sent() {
+  const std::uint64_t ended = edge_->ended();
+  while (!operations_.empty() && operations_.front() <= ended) operations_.pop_front();
+  const std::uint64_t sent = messages_ - operations_.size();
+  while (!outgrown_.empty() && outgrown_.front().first <= sent) outgrown_.pop_front();
+  return sent;
+}
+
+NcclReceiveLink::NcclReceiveLink(Hub& hub, int peer, std::uint32_t link, std::shared_ptr<NcclEdge> edge,
+                                 Allocate allocate, const std::map<std::uint32_t, std::uint32_t>& slots)
+    : hub_(hub),
+      peer_(peer),
+      link_(link | link_frames),
+      edge_(std::move(edge)),
+      allocate_(std::move(allocate)),
+      events_(std::make_shared<cuda::EventPool>(edge_->cuda())) {
+  for (const auto& [channel, count] : slots) lanes_[channel].slots = count;
+}
+
+NcclReceiveLink::~NcclReceiveLink() = default;
+
+std::shared_ptr<cuda::Event> NcclReceiveLink::event() {
+  return {new cuda::Event(events_->take()), [pool = events_](cuda::Event* used) {
+            pool->give_back(std::move(*used));
+            delete used;
+          }};
+}
+
+bool NcclReceiveLink::has_room(const Envelope& envelope) const {
+  const auto found = lanes_.find(envelope.channel);
+  if (found == lanes_.end()) {
+    throw Error(Fault::protocol, "rank " + std::to_string(peer_) + " sent a message of channel " +
+                                     std::to_string(envelope.channel) + ", which is not on this link");
+  }
+  return found->second.alive < found->second.slots;
+}
+
+void NcclReceiveLink::post(std::uint32_t /*channel*/, Stream stream, const Patience& patience) {
+  // What has been announced and finds a free slot is received now, while the stream is busy with something else.
+  while (auto frame = hub_.try_take(peer_, FrameType::envelope, link_)) {
+    waiting_.push_back(envelope_of(*frame));
+  }
+  while (!waiting_.empty() && has_room(waiting_.front())) {
+    start(waiting_.front(), stream, patience);
+    waiting_.pop_front();
+  }
+}
+
+void NcclReceiveLink::grow(Lane& lane, std::size_t bytes, Stream stream) {
+  lane.bytes = slot_size(bytes);
+  lane.generation += 1;
+  std::shared_ptr<void> memory = allocate_(lane.bytes * lane.slots);
+  void* const registration = edge_->register_memory(memory.get(), lane.bytes * lane.slots);
+  // The registration goes before the memory does.
+  lane.memory = {memory.get(), [memory, registration, edge = edge_](void*) { edge->deregister_memory(registration); }};
+  // Fresh memory may still be in use by earlier work of the compute stream.
+  const std::shared_ptr<cuda::Event> given = event();
+  given->record(handle(stream));
+  given->hold_up(edge_->stream().handle());
+  lane.free.clear();
+  for (std::uint32_t index = lane.slots; index > 0; --index) lane.free.push_back({index - 1, nullptr});
+}
+
+void NcclReceiveLink::start(const Envelope& envelope, Stream stream, const Patience& patience) {
+  if (!has_room(envelope)) {
+    throw Error(Fault::usage, "a message of channel " + std::to_string(envelope.channel) + " from rank " +
+                                  std::to_string(peer_) + " finds no free slot: the program was not verified");
+  }
+  Lane& lane = lanes_[envelope.channel];
+  if (lane.generation == 0 || envelope.bytes > lane.bytes) grow(lane, envelope.bytes, stream);
+  const Place place = std::move(lane.free.back());
+  lane.free.pop_back();
+  lane.alive += 1;
+  auto* const data = static_cast<std::byte*>(lane.memory.get()) + std::size_t{place.index} * lane.bytes;
+  std::shared_ptr<cuda::Event> arrived;
+  if (envelope.bytes > 0) {
+    if (place.read) place.read->hold_up(edge_->stream().handle());
+    edge_->run(
+        [&](nccl::CommunicatorHandle communicator, cuda::StreamHandle on) {
+          edge_->nccl().check(edge_->nccl().receive(data, envelope.bytes, nccl::uint8, 0, communicator, on));
+        },
+        patience);
+    arrived = event();
+    arrived->record(edge_->stream().handle());
+  }
+  started_.push_back(
+      {Arrival{envelope, Slot{envelope.channel, lane.generation, place.index, data, lane.bytes, lane.memory}},
+       std::move(arrived)});
+}
+
+Arrival NcclReceiveLink::receive(Stream stream, const Patience& patience) {
+  if (started_.empty()) {
+    if (waiting_.empty()) waiting_.push_back(envelope_of(hub_.take(peer_, FrameType::envelope, link_, patience)));
+    start(waiting_.front(), stream, patience);
+    waiting_.pop_front();
+  }
+  Started next = std::move(started_.front());
+  started_.pop_front();
+  if (next.arrived) next.arrived->hold_up(handle(stream));
+  return std::move(next.arrival);
+}
+
+void NcclReceiveLink::release(const Slot& slot, Stream stream) {
+  Lane& lane = lanes_[slot.channel];
+  lane.alive -= 1;
+  if (slot.generation != lane.generation) return;  // of memory that has been outgrown
+  std::shared_ptr<cuda::Event> read = event();
+  read->record(handle(stream));
+  lane.free.push_back({slot.index, std::move(read)});
+}
+
+}  // namespace pypipe

@@ -1,0 +1,145 @@
+#include <pybind11/stl.h>
+#include <pybind11/typing.h>
+
+#include <chrono>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "base/error.hpp"
+#include "base/library.hpp"
+#include "link/cuda_api.hpp"
+#include "link/nccl_api.hpp"
+#include "link/nccl_link.hpp"
+#include "link/nccl_watchdog.hpp"
+#include "python/register.hpp"
+
+namespace py = pybind11;
+using py::arg;
+
+namespace pypipe::python {
+namespace {
+
+using Released = py::call_guard<py::gil_scoped_release>;
+
+// Holders can't be const; every method of both is.
+using CudaApi = std::shared_ptr<cuda::Api>;
+using NcclApi = std::shared_ptr<nccl::Api>;
+
+template <class Api>
+std::pair<std::optional<std::shared_ptr<Api>>, std::string> as_pair(Found<std::shared_ptr<const Api>> found) {
+  if (!found.value) return {std::nullopt, std::move(found.reason)};
+  return {std::const_pointer_cast<Api>(*std::move(found.value)), {}};
+}
+
+// Calls a Python function for device memory. The tensor it returns is held for as long as the memory is used.
+using AllocateFunction = py::typing::Callable<py::object(std::size_t)>;
+
+Allocate as_allocate(const AllocateFunction& function) {
+  const auto held = std::shared_ptr<py::function>(new py::function(function), [](py::function* last) {
+    const py::gil_scoped_acquire gil;
+    delete last;
+  });
+  return [held](std::size_t bytes) {
+    const py::gil_scoped_acquire gil;
+    auto* const tensor = new py::object((*held)(bytes));
+    const auto address = tensor->attr("data_ptr")().cast<std::uintptr_t>();
+    return std::shared_ptr<void>(reinterpret_cast<void*>(address),  // NOLINT(performance-no-int-to-ptr)
+                                 [tensor](void*) {
+                                   const py::gil_scoped_acquire again;
+                                   delete tensor;
+                                 });
+  };
+}
+
+std::shared_ptr<NcclEdge> make_edge(const CudaApi& cuda, const NcclApi& nccl, const py::bytes& id, bool sends,
+                                    const std::string& name, int min_ctas, int max_ctas, const Patience& patience) {
+  nccl::UniqueId unique{};
+  const std::string_view text = id;
+  if (text.size() != sizeof(unique.internal)) throw Error(Fault::usage, "an NCCL unique id has 128 bytes");
+  std::memcpy(unique.internal, text.data(), text.size());
+  const py::gil_scoped_release released;
+  const auto side = sends ? NcclEdge::Side::sender : NcclEdge::Side::receiver;
+  return std::make_shared<NcclEdge>(cuda, nccl, unique, side, name, NcclOptions{min_ctas, max_ctas}, patience);
+}
+
+void register_nccl_links(py::module_& module) {
+  py::class_<NcclEdge, std::shared_ptr<NcclEdge>>(module, "NcclEdge", "One end of a communicator of two ranks.")
+      .def(py::init(&make_edge), arg("cuda"), arg("nccl"), arg("unique_id"), arg("sends"), arg("name"), arg("min_ctas"),
+           arg("max_ctas"), arg("patience"),
+           "Joins the communicator and connects; returns when the other end has done so too.");
+  py::class_<NcclSendLink, SendLink>(module, "NcclSendLink")
+      .def(py::init([](Hub& hub, int peer, std::uint32_t link, std::shared_ptr<NcclEdge> edge,
+                       const AllocateFunction& allocate) {
+             return std::make_unique<NcclSendLink>(hub, peer, link, std::move(edge), as_allocate(allocate));
+           }),
+           arg("hub"), arg("peer"), arg("link"), arg("edge"), arg("allocate"), py::keep_alive<1, 2>());
+  py::class_<NcclReceiveLink, ReceiveLink>(module, "NcclReceiveLink")
+      .def(py::init([](Hub& hub, int peer, std::uint32_t link, std::shared_ptr<NcclEdge> edge,
+                       const AllocateFunction& allocate,
+                       const std::vector<std::pair<std::uint32_t, std::uint32_t>>& slots) {
+             return std::make_unique<NcclReceiveLink>(hub, peer, link, std::move(edge), as_allocate(allocate),
+                                                      std::map(slots.begin(), slots.end()));
+           }),
+           arg("hub"), arg("peer"), arg("link"), arg("edge"), arg("allocate"), arg("slots"), py::keep_alive<1, 2>());
+  py::class_<NcclWatchdog>(module, "NcclWatchdog", "Looks after communicators; see csrc/link/nccl_watchdog.hpp.")
+      .def(py::init([](Hub& hub, std::vector<std::shared_ptr<NcclEdge>> edges, double limit) {
+             return std::make_unique<NcclWatchdog>(
+                 hub, std::move(edges),
+                 std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(limit)));
+           }),
+           arg("hub"), arg("edges"), arg("limit"), py::keep_alive<1, 2>(), Released())
+      .def("close", &NcclWatchdog::close, arg("patience"), Released());
+}
+
+}  // namespace
+
+void register_gpu(py::module_& module) {
+  module.def(
+      "loaded_library",
+      [](const std::string& name) -> std::optional<std::string> {
+        const std::optional<Library> library = Library::loaded(name);
+        return library ? std::optional<std::string>(library->path()) : std::nullopt;
+      },
+      arg("name"), "The file of a library (by its soname) that this process has loaded, or None.");
+
+  py::class_<cuda::Api, CudaApi>(module, "CudaLibrary", "The CUDA driver.")
+      .def_property_readonly("path", &cuda::Api::path)
+      .def_property_readonly("version", &cuda::Api::version)
+      .def("device_names", &cuda::Api::device_names, Released(),
+           "The GPUs that this process may use. Initializes the driver. Raises CoreError without any.");
+  module.def(
+      "open_cuda", [](const std::string& override_path) { return as_pair(cuda::Api::load(override_path)); },
+      arg("override_path"), Released(),
+      "The driver, or None and the reason. Raises CoreError for a library that is something else.");
+
+  py::class_<nccl::Api, NcclApi>(module, "NcclLibrary", "One copy of NCCL.")
+      .def_property_readonly("path", &nccl::Api::path)
+      .def_property_readonly("version", &nccl::Api::version)
+      .def_property_readonly("absent", &nccl::Api::absent, "Optional functions that this release lacks.")
+      .def("unique_id",
+           [](const nccl::Api& api) {
+             const nccl::UniqueId id = [&] {
+               const py::gil_scoped_release released;
+               return nccl::make_unique_id(api);
+             }();
+             return py::bytes(id.internal, sizeof(id.internal));
+           })
+      .def("try_communicator", &nccl::try_communicator, arg("patience"), Released(),
+           "Makes a communicator of one rank and takes it down. Raises CoreError with what NCCL says.");
+  module.def(
+      "open_nccl",
+      [](const std::string& override_path, const std::vector<std::string>& candidates) {
+        return as_pair(nccl::Api::load(override_path, candidates));
+      },
+      arg("override_path"), arg("candidates"), Released(),
+      "NCCL, or None and the reason. Raises CoreError for a library that is something else or too old.");
+  register_nccl_links(module);
+}
+
+}  // namespace pypipe::python

@@ -1,0 +1,318 @@
+"""`pypipe doctor`: which libraries are found here, which are missing, and what that means.
+
+Loading a library runs code of its own, so all of this happens when it is asked for, and each part may fail alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict, dataclass, field
+
+import click
+
+__all__ = ["Library", "Report", "inspect", "main"]
+
+# A variable of CUDA's own that decides whether transfers overlap compute.
+_MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+_COMMUNICATOR_TIMEOUT = 60.0  # seconds; a first communicator takes a few
+
+# What cuInit answers most often, by CUresult.
+_NO_DEVICE, _STUB, _DRIVER_MISMATCH = "(100)", "(34)", "(803)"
+_CUDA_REMEDIES = {
+    _NO_DEVICE: "The driver sees no GPU: check CUDA_VISIBLE_DEVICES, and in a container that it was given GPUs.",
+    _STUB: "This file is the stub that programs are linked against, not the driver: take its folder off "
+    "LD_LIBRARY_PATH.",
+    _DRIVER_MISMATCH: "The driver's library and its kernel module are of different releases: reboot, or give the "
+    "container the host's own library.",
+}
+
+
+@dataclass
+class Library:
+    """What was found of one library."""
+
+    name: str
+    path: str | None = None
+    version: str | None = None
+    problem: str | None = None  # why it can't be used
+    broken: bool = False  # it is there, or was asked for, and can't be used
+    absent: list[str] = field(default_factory=list)  # functions that this release lacks
+
+
+@dataclass
+class Report:
+    """What `pypipe doctor` has found.
+
+    Attributes:
+        core, torch, cuda, nccl: the libraries; `cuda` is the driver.
+        torch_cuda: the CUDA release that torch was built for, or None.
+        torch_nccl: the file of the NCCL that torch uses; torch's folder, where it is linked into torch; or None.
+        torch_nccl_version: its version, or None.
+        gpus: names of the GPUs that this process may use.
+        communicator: "works", or what NCCL said; None where it was not tried, for want of a GPU or of NCCL.
+        environment: the variables that matter: what they are set to (None where they aren't) and do.
+        notes: what all this means, in sentences.
+        healthy: nothing is broken. A machine without GPUs is healthy.
+    """
+
+    pypipe: str
+    python: str
+    core: Library
+    torch: Library
+    cuda: Library
+    nccl: Library
+    torch_cuda: str | None = None
+    torch_nccl: str | None = None
+    torch_nccl_version: str | None = None
+    gpus: list[str] = field(default_factory=list)
+    communicator: str | None = None
+    environment: dict[str, dict[str, str | None]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    healthy: bool = True
+
+
+def main(as_json: bool) -> int:
+    """Prints the report. Returns the exit code: 0 unless something is broken."""
+    # NCCL_DEBUG makes NCCL write to the standard output, which is for the report.
+    os.environ.setdefault("NCCL_DEBUG_FILE", "/dev/stderr")
+    report = inspect()
+    click.echo(json.dumps(asdict(report)) if as_json else _text(report))
+    return 0 if report.healthy else 1
+
+
+def inspect() -> Report:
+    """Loads every library that pypipe may use, and tries them."""
+    import pypipe
+
+    report = Report(
+        pypipe=pypipe.__version__,
+        python=f"{platform.python_version()} ({sys.executable})",
+        core=Library("core"),
+        torch=Library("torch"),
+        cuda=Library("CUDA driver"),
+        nccl=Library("NCCL"),
+    )
+    _inspect_core(report)
+    if not report.core.broken:
+        _inspect_torch(report)  # before NCCL: pypipe uses the copy that torch has loaded
+        _inspect_cuda(report)
+        _inspect_nccl(report)
+        _inspect_environment(report)
+    _explain(report)
+    report.healthy = not any(each.broken for each in (report.core, report.torch, report.cuda, report.nccl))
+    return report
+
+
+def _inspect_core(report: Report) -> None:
+    try:
+        core = importlib.import_module("pypipe._core")
+    except ImportError as error:
+        report.core.problem, report.core.broken = str(error), True
+        return
+    report.core.path, report.core.version = core.__file__, core.__version__
+
+
+def _inspect_torch(report: Report) -> None:
+    try:
+        torch = importlib.import_module("torch")
+    except (ImportError, OSError) as error:
+        report.torch.problem, report.torch.broken = str(error), True
+        return
+    report.torch.path, report.torch.version = os.path.dirname(torch.__file__ or ""), str(torch.__version__)
+    report.torch_cuda = torch.version.cuda
+    if report.torch_cuda is None:
+        return
+    from pypipe import _core
+    from pypipe.runtime.libraries import NCCL_NAME
+
+    report.torch_nccl = _core.loaded_library(NCCL_NAME)
+    try:
+        report.torch_nccl_version = ".".join(str(part) for part in torch.cuda.nccl.version())
+    except (AttributeError, RuntimeError, TypeError):
+        return  # built without it
+    if report.torch_nccl is None:
+        report.torch_nccl = report.torch.path  # linked into torch's own libraries
+
+
+def _inspect_cuda(report: Report) -> None:
+    from pypipe._core import CoreError
+    from pypipe.runtime import environment
+    from pypipe.runtime.libraries import find_cuda
+
+    cuda = report.cuda
+    try:
+        library, reason = find_cuda()
+    except CoreError as error:
+        cuda.problem, cuda.broken = str(error), True
+        return
+    if library is None:
+        cuda.problem, cuda.broken = reason, bool(environment.read("PYPIPE_CUDA_LIBRARY"))
+        return
+    cuda.path = library.path
+    try:
+        cuda.version = _cuda_version(library.version)
+        report.gpus = library.device_names()
+    except CoreError as error:
+        # No GPU to see is an ordinary answer; any other says that there may be one.
+        cuda.problem, cuda.broken = str(error), not any(code in str(error) for code in (_NO_DEVICE, _STUB))
+
+
+def _inspect_nccl(report: Report) -> None:
+    from pypipe._core import CoreError, Patience
+    from pypipe.runtime import environment
+    from pypipe.runtime.libraries import find_nccl
+
+    nccl = report.nccl
+    try:
+        library, reason = find_nccl()
+    except CoreError as error:
+        nccl.problem, nccl.broken = str(error), True
+        return
+    if library is None:
+        nccl.problem, nccl.broken = reason, bool(environment.read("PYPIPE_NCCL_LIBRARY"))
+        return
+    nccl.path, nccl.version, nccl.absent = library.path, _nccl_version(library.version), library.absent
+    if not report.gpus:
+        return
+    try:
+        library.try_communicator(Patience(_COMMUNICATOR_TIMEOUT))
+        report.communicator = "works"
+    except CoreError as error:
+        report.communicator = str(error)
+        nccl.problem, nccl.broken = str(error), True
+
+
+def _inspect_environment(report: Report) -> None:
+    from pypipe.runtime.environment import VARIABLES
+
+    for name, variable in VARIABLES.items():
+        report.environment[name] = {
+            "value": os.environ.get(name),
+            "default": variable.default,
+            "meaning": variable.meaning,
+        }
+    report.environment[_MAX_CONNECTIONS] = {
+        "value": os.environ.get(_MAX_CONNECTIONS),
+        "default": "",
+        "meaning": "CUDA's own: how many queues the streams of a GPU share. With 1, transfers overlap no compute.",
+    }
+
+
+def _explain(report: Report) -> None:
+    cuda, nccl, notes = report.cuda, report.nccl, report.notes
+    if report.core.broken:
+        notes.append("pypipe's own core does not load: install pypipe again, with this Python.")
+        return
+    from pypipe.runtime.libraries import NCCL_MISSING
+
+    if report.torch.broken:
+        notes.append("torch does not load, and nothing of pypipe runs without it: install it again.")
+    if cuda.path is None and not cuda.broken:
+        notes.append("There is no CUDA driver, so no GPU: stages run on the CPU here.")
+    elif cuda.path is None:
+        notes.append(_unusable(cuda, "the CUDA driver", "PYPIPE_CUDA_LIBRARY"))
+    elif not report.gpus:
+        remedy = next((text for code, text in _CUDA_REMEDIES.items() if code in (cuda.problem or "")), "")
+        notes.append(f"There is a CUDA driver but no GPU to use: stages run on the CPU here. {remedy}".strip())
+    if report.gpus and report.torch_cuda is None and report.torch.version is not None:
+        notes.append("This torch is built without CUDA, so it can't use the GPU: install a build of torch for CUDA.")
+    if nccl.broken:
+        notes.append(_unusable(nccl, "NCCL", "PYPIPE_NCCL_LIBRARY"))
+    elif nccl.path is None and report.gpus:
+        notes.append(f"There is no NCCL, so stages on GPUs can't reach each other. {NCCL_MISSING}.")
+    elif nccl.path is None:
+        notes.append("There is no NCCL; only stages on GPUs need it.")
+    if nccl.absent:
+        notes.append(
+            f"NCCL {nccl.version} lacks {', '.join(nccl.absent)}: receive buffers are not registered with it, which "
+            "costs one copy a message and nothing else."
+        )
+    if nccl.version is not None and _as_numbers(nccl.version) < (2, 26):
+        notes.append(
+            f"NCCL {nccl.version} cannot be told to run the communicators of one GPU in the order of the host's calls; "
+            "2.26 and later can."
+        )
+    notes.extend(_which_nccl(report))
+    if os.environ.get(_MAX_CONNECTIONS) == "1":
+        notes.append(
+            f"{_MAX_CONNECTIONS}=1: all streams of a GPU share one queue of work, so a send can stand behind a "
+            "receive that waits for the other rank, and transfers overlap no compute. Megatron sets it for tensor "
+            "parallelism; for a pipeline, unset it."
+        )
+
+
+def _unusable(library: Library, name: str, variable: str) -> str:
+    remedy = f" Correct {variable}, or unset it." if os.environ.get(variable) else ""
+    return f"{name[0].upper()}{name[1:]} can't be used: {library.problem}.{remedy}"
+
+
+def _which_nccl(report: Report) -> list[str]:
+    if report.torch_cuda is None:
+        return ["torch is built without CUDA and uses no NCCL."] if report.torch.version is not None else []
+    if report.torch_nccl is None:
+        return ["torch is built without NCCL."]
+    theirs, ours = report.torch_nccl, report.nccl.path
+    if theirs == report.torch.path:
+        text = f"torch uses NCCL {report.torch_nccl_version}, which is part of its own libraries ({theirs})"
+    else:
+        text = f"torch uses NCCL {report.torch_nccl_version}: {theirs}"
+    if ours is None:
+        return [f"{text}."]
+    if os.path.realpath(ours) == os.path.realpath(theirs):
+        return [f"{text}. pypipe uses the same copy."]
+    return [f"{text}. pypipe uses another copy, {ours}; both have buffers on the GPU of their own."]
+
+
+def _text(report: Report) -> str:
+    rows = [
+        ("pypipe", report.pypipe, report.core.path or report.core.problem or ""),
+        ("Python", *report.python.rstrip(")").split(" (", 1)),
+        _row(report.torch),
+        _row(report.cuda),
+        _row(report.nccl),
+        ("GPUs", str(len(report.gpus)), ", ".join(report.gpus)),
+    ]
+    if report.communicator is not None:
+        rows.append(("Communicator", "", report.communicator))
+    lines = _columns(rows)
+    if report.environment:
+        lines.append("\nEnvironment")
+        lines += _columns([("  " + name, _shown(each)) for name, each in report.environment.items()])
+    lines.append("\nWhat this means")
+    lines += [f"- {note}" for note in report.notes]
+    return "\n".join(lines)
+
+
+def _row(library: Library) -> tuple[str, str, str]:
+    if library.path is None:
+        return library.name, "broken" if library.broken else "missing", library.problem or ""
+    shown = library.path if library.problem is None else f"{library.path}: {library.problem}"
+    return library.name, library.version or "", shown
+
+
+def _shown(variable: dict[str, str | None]) -> str:
+    if variable["value"] is not None:
+        return variable["value"]
+    return f"{variable['default']} (default)".lstrip()
+
+
+def _columns(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _cuda_version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _nccl_version(number: int) -> str:
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+def _as_numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))

@@ -1,0 +1,189 @@
+"""What carries messages between two ranks: shared memory, NCCL, or torch.distributed (c10d).
+
+A carrier opens links, in one order that all ranks keep, and makes the ports of the channels on them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from pypipe import _core
+from pypipe.errors import ConfigurationError
+from pypipe.program import Kind, Link
+from pypipe.runtime import libraries
+from pypipe.runtime.c10d import C10dReceivePort, C10dSendPort, Route
+from pypipe.runtime.channels import ReceivePort, SendPort
+from pypipe.runtime.nccl import Memory, NcclReceivePort, NcclSendPort
+from pypipe.runtime.rendezvous import Card, Meeting, read_all
+from pypipe.runtime.shm import CoreReceivePort, CoreSendPort
+
+__all__ = ["CHOICES", "Carrier", "carrier_of", "make"]
+
+CHOICES = ("auto", "shm", "nccl", "c10d")
+"""What PYPIPE_LINK may say."""
+
+
+class Carrier(Protocol):
+    """One way to move messages, for all links of a rank that go that way."""
+
+    def open(self, number: int, link: Link, channels: dict[int, int], *, sends: bool) -> None:
+        """Opens this rank's end of a link. `channels` gives the slots of each channel on it, by number."""
+
+    def send_port(self, link: Link, channel: int, slots: int) -> SendPort:
+        """The sending end of a channel on an open link."""
+
+    def receive_port(self, link: Link, channel: int, slots: int) -> ReceivePort:
+        """The receiving end of a channel on an open link."""
+
+    def close(self) -> None:
+        """Before the control sockets close. Never raises."""
+
+
+def carrier_of(link: Link, cards: Sequence[Card]) -> str:
+    """Which carrier a link has; every rank decides alike. Raises ConfigurationError where PYPIPE_LINK cannot be met."""
+    ends = (cards[link.source_rank], cards[link.target_rank])
+    devices = {card["device"] for card in ends}
+    shm = ends[0]["host"] == ends[1]["host"] and devices == {"cpu"}
+    choices = {card["link"] for card in cards} - {"auto"}
+    if len(choices) > 1:
+        raise ConfigurationError(f"the ranks' PYPIPE_LINK disagree: {', '.join(sorted(choices))}; give all the same")
+    choice = choices.pop() if choices else "auto"
+    if choice == "shm" and not shm:
+        raise ConfigurationError(
+            f"PYPIPE_LINK=shm, but shared memory does not reach from rank {link.source_rank} to rank "
+            f"{link.target_rank}: they are on different hosts, or a stage is not on the CPU"
+        )
+    if choice != "auto":
+        return str(choice)
+    return "shm" if shm else "nccl" if devices == {"cuda"} else "c10d"
+
+
+def make(name: str, world: Any, meeting: Meeting, device: torch.device, patience: _core.Patience) -> Carrier:
+    """The carrier of that name."""
+    if name == "shm":
+        return _Shm(meeting.hub, patience)
+    if name == "nccl":
+        return _Nccl(world, meeting, device, patience)
+    return _C10d(world, meeting.hub, device, patience)
+
+
+class _Shm:
+    def __init__(self, hub: _core.Hub, patience: _core.Patience) -> None:
+        self._hub = hub
+        self._patience = patience
+        self._links: dict[Link, Any] = {}
+
+    def open(self, number: int, link: Link, channels: dict[int, int], *, sends: bool) -> None:
+        kind = _core.ShmSendLink if sends else _core.ShmReceiveLink
+        peer = link.target_rank if sends else link.source_rank
+        self._links[link] = kind(self._hub, peer, number, sum(channels.values()), self._patience)
+
+    def send_port(self, link: Link, channel: int, slots: int) -> SendPort:
+        core = _core.SendChannel(self._hub, self._links[link], link.target_rank, channel, slots)
+        return CoreSendPort(core, self._patience)
+
+    def receive_port(self, link: Link, channel: int, slots: int) -> ReceivePort:
+        core = _core.ReceiveChannel(self._hub, self._links[link], link.source_rank, channel, slots)
+        return CoreReceivePort(core, self._patience)
+
+    def close(self) -> None:
+        pass  # the kernel frees the memory with its last mapping
+
+
+class _Nccl:
+    # A link carries one point-to-point transfer at a time; more thread blocks would take multiprocessors from compute.
+    _MIN_CTAS, _MAX_CTAS = 1, 4
+    _CLOSING_SECONDS = 10.0
+
+    def __init__(self, world: Any, meeting: Meeting, device: torch.device, patience: _core.Patience) -> None:
+        self._world = world
+        self._hub = meeting.hub
+        self._prefix = meeting.prefix
+        self._device = device
+        self._patience = patience
+        self._memory = Memory(device)
+        self._links: dict[Link, Any] = {}
+        self._edges: list[_core.NcclEdge] = []
+        self._watchdog: _core.NcclWatchdog | None = None
+        self._cuda = libraries.cuda()
+        self._nccl = libraries.nccl()
+        # Before 2.26 NCCL knows no order among communicators; from then on the host's order counts, where this is set
+        # (2.31 has it per communicator, which the core sets).
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            torch.cuda.current_stream(device)  # makes the device's context current on this thread
+
+    def open(self, number: int, link: Link, channels: dict[int, int], *, sends: bool) -> None:
+        key = f"{self._prefix}/nccl/{number}"
+        if sends:
+            self._world.store.set(key, self._nccl.unique_id().hex())
+        deadline = time.monotonic() + self._patience.timeout
+        source = link.source_rank
+        unique_id = bytes.fromhex(read_all(self._world, self._prefix, {source: key}, deadline)[source])
+        name = f"pypipe {'F' if link.kind is Kind.F else 'B'} {link.source_rank}>{link.target_rank}"
+        edge = _core.NcclEdge(
+            self._cuda, self._nccl, unique_id, sends, name, self._MIN_CTAS, self._MAX_CTAS, self._patience
+        )
+        self._edges.append(edge)
+        if sends:
+            self._links[link] = _core.NcclSendLink(self._hub, link.target_rank, number, edge, self._memory.allocate)
+        else:
+            self._links[link] = _core.NcclReceiveLink(
+                self._hub, link.source_rank, number, edge, self._memory.allocate, list(channels.items())
+            )
+
+    def _watch(self) -> None:
+        if self._watchdog is None:
+            self._watchdog = _core.NcclWatchdog(self._hub, self._edges, self._patience.timeout)
+
+    def send_port(self, link: Link, channel: int, slots: int) -> SendPort:
+        self._watch()
+        core = _core.SendChannel(self._hub, self._links[link], link.target_rank, channel, slots)
+        return NcclSendPort(core, self._device, self._patience)
+
+    def receive_port(self, link: Link, channel: int, slots: int) -> ReceivePort:
+        self._watch()
+        core = _core.ReceiveChannel(self._hub, self._links[link], link.source_rank, channel, slots)
+        return NcclReceivePort(core, self._memory, self._device, self._patience)
+
+    def close(self) -> None:
+        if self._watchdog is not None:
+            with contextlib.suppress(Exception):
+                self._watchdog.close(_core.Patience(self._CLOSING_SECONDS))
+
+
+class _C10d:
+    def __init__(self, world: Any, hub: _core.Hub, device: torch.device, patience: _core.Patience) -> None:
+        if world.group is None:
+            raise ConfigurationError(
+                f"shared memory does not reach all neighbours of rank {world.rank}, so its messages go through "
+                "torch.distributed: call torch.distributed.init_process_group() before the first step"
+            )
+        self._world = world
+        self._hub = hub
+        self._device = device
+        self._patience = patience
+
+    def open(self, number: int, link: Link, channels: dict[int, int], *, sends: bool) -> None:
+        pass  # the process group is there already
+
+    def _route(self, peer: int, channel: int, slots: int) -> Route:
+        # Meetings of one set of ranks are numbered alike on all of them; channels of one program are few.
+        tag = (self._world.meetings() * 4096 + channel) % (1 << 30)
+        return Route(self._hub, self._world.group, peer, channel, tag, slots, self._device, self._patience)
+
+    def send_port(self, link: Link, channel: int, slots: int) -> SendPort:
+        return C10dSendPort(self._route(link.target_rank, channel, slots))
+
+    def receive_port(self, link: Link, channel: int, slots: int) -> ReceivePort:
+        return C10dReceivePort(self._route(link.source_rank, channel, slots))
+
+    def close(self) -> None:
+        pass

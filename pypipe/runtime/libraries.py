@@ -1,0 +1,69 @@
+"""The CUDA driver and NCCL: found and loaded when they are first asked for, never at import."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+
+from pypipe import _core
+from pypipe.errors import ConfigurationError
+from pypipe.runtime import environment
+
+__all__ = ["NCCL_MISSING", "NCCL_NAME", "cuda", "find_cuda", "find_nccl", "nccl"]
+
+NCCL_NAME = "libnccl.so.2"
+NCCL_MISSING = (
+    "CUDA builds of torch bring NCCL; else pip install 'pypipe[cu13]' (or 'pypipe[cu12]', as your driver has it), or "
+    f"let PYPIPE_NCCL_LIBRARY say where {NCCL_NAME} is"
+)
+
+
+def find_cuda() -> tuple[_core.CudaLibrary | None, str]:
+    """The CUDA driver, or None and the reason. Raises CoreError where the file is not a whole CUDA driver."""
+    return _core.open_cuda(environment.read("PYPIPE_CUDA_LIBRARY"))
+
+
+def find_nccl() -> tuple[_core.NcclLibrary | None, str]:
+    """NCCL, or None and the reason. Raises CoreError where the file is not a whole NCCL of 2.18 or later.
+
+    In this order: what PYPIPE_NCCL_LIBRARY names, and then nothing else; the copy that torch, or anybody, has loaded
+    into this process; the wheels, conda packages and system folders that cuda-pathfinder knows; the loader's own.
+    """
+    override = environment.read("PYPIPE_NCCL_LIBRARY")
+    with contextlib.suppress(ImportError, OSError):
+        importlib.import_module("torch")  # so that the answer does not depend on who was imported first
+    return _core.open_nccl(override, [] if override or _core.loaded_library(NCCL_NAME) else _known_to_pathfinder())
+
+
+@functools.cache
+def cuda() -> _core.CudaLibrary:
+    """The CUDA driver. Raises ConfigurationError without a usable one."""
+    try:
+        library, reason = find_cuda()
+    except _core.CoreError as error:
+        raise ConfigurationError(f"{error}: give PYPIPE_CUDA_LIBRARY a CUDA driver, or unset it") from error
+    if library is None:
+        raise ConfigurationError(f"no CUDA driver, so no GPU can be used here ({reason})")
+    return library
+
+
+@functools.cache
+def nccl() -> _core.NcclLibrary:
+    """NCCL. Raises ConfigurationError without a usable one."""
+    try:
+        library, reason = find_nccl()
+    except _core.CoreError as error:
+        raise ConfigurationError(f"{error}: give PYPIPE_NCCL_LIBRARY another one") from error
+    if library is None:
+        raise ConfigurationError(f"no NCCL, so stages on GPUs can't reach each other ({reason}). {NCCL_MISSING}")
+    return library
+
+
+def _known_to_pathfinder() -> list[str]:
+    # It loads what it finds; opening the same file again gives the same copy.
+    try:
+        path = importlib.import_module("cuda.pathfinder").load_nvidia_dynamic_lib("nccl").abs_path
+    except (ImportError, AttributeError, OSError, RuntimeError):  # its own errors are RuntimeErrors
+        return []
+    return [path] if path else []
