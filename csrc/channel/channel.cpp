@@ -54,14 +54,19 @@ const LayoutBook::Layout& LayoutBook::find(std::uint32_t id, const Patience& pat
   for (;;) {
     const auto found = layouts_.find(id);
     if (found != layouts_.end()) return found->second;
+    if (id <= newest_) {  // ids only grow: waiting for it would be in vain
+      throw Error(Fault::protocol, "rank " + std::to_string(peer_) + " sent a message of layout " + std::to_string(id) +
+                                       ", which it has forgotten");
+    }
     const Frame frame = hub_.take(peer_, FrameType::layout, channel_, patience);
     LayoutHeader header{};
     if (frame.payload.size() < sizeof(header)) throw Error(Fault::protocol, "a layout frame that is too short");
     std::memcpy(&header, frame.payload.data(), sizeof(header));
-    if (frame.value == 0 || frame.value > id) {
+    if (frame.value <= newest_ || frame.value > id) {
       throw Error(Fault::protocol, "rank " + std::to_string(peer_) + " sent a message of layout " + std::to_string(id) +
                                        ", which it never announced");
     }
+    newest_ = frame.value;
     if (header.forgotten != 0) layouts_.erase(header.forgotten);
     layouts_[static_cast<std::uint32_t>(frame.value)] = {header.bytes, frame.payload.substr(sizeof(header))};
     received_ += 1;

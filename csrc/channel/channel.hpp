@@ -69,6 +69,7 @@ class LayoutBook {
   const int peer_;
   const std::uint32_t channel_;
   std::uint64_t received_ = 0;
+  std::uint64_t newest_ = 0;
   std::map<std::uint32_t, Layout> layouts_;
 };
 

@@ -12,9 +12,11 @@
 #include <cerrno>
 #include <csignal>
 #include <cstring>
+#include <exception>
 #include <utility>
 
 #include "base/error.hpp"
+#include "base/json.hpp"
 
 namespace pypipe {
 namespace {
@@ -24,10 +26,14 @@ constexpr std::size_t most_frames = 1 << 16;
 constexpr std::size_t most_inbox_bytes = std::size_t{64} << 20;
 constexpr std::chrono::milliseconds farewell{500};  // patience for abort and leave frames
 
-// Writes everything, waiting for room with poll(). Returns false when `deadline` passes or `give_up` says so.
-template <class GiveUp>
-bool write_all(int fd, std::span<const iovec> parts, int descriptor, std::chrono::steady_clock::time_point deadline,
-               GiveUp give_up) {
+enum class Written { all, nothing, half };
+
+// Writes everything, waiting for room with poll(). Gives up when `deadline` passes or `give_up` says so; half
+// a frame would make garbage of whatever follows, so once it has begun it gets a moment more.
+Written write_all(int fd, std::span<const iovec> parts, int descriptor, std::chrono::steady_clock::time_point deadline,
+                  const std::function<bool()>& give_up) {
+  bool begun = false;
+  bool given_up = false;
   std::vector<iovec> left(parts.begin(), parts.end());
   bool pass_descriptor = descriptor >= 0;
   while (!left.empty()) {
@@ -48,12 +54,18 @@ bool write_all(int fd, std::span<const iovec> parts, int descriptor, std::chrono
     if (sent < 0) {
       if (errno == EINTR) continue;
       if (errno != EAGAIN) throw_errno("writing to a control socket");
-      if (give_up() || std::chrono::steady_clock::now() >= deadline) return false;
+      const auto now = std::chrono::steady_clock::now();
+      if (!given_up && give_up()) {
+        given_up = true;
+        deadline = begun ? std::min(deadline, now + farewell) : now;
+      }
+      if (now >= deadline) return begun ? Written::half : Written::nothing;
       pollfd wait{fd, POLLOUT, 0};
       ::poll(&wait, 1, 50);
       continue;
     }
     pass_descriptor = false;
+    begun = true;
     auto done = static_cast<std::size_t>(sent);
     while (!left.empty() && done >= left.front().iov_len) {
       done -= left.front().iov_len;
@@ -64,7 +76,7 @@ bool write_all(int fd, std::span<const iovec> parts, int descriptor, std::chrono
       left.front().iov_len -= done;
     }
   }
-  return true;
+  return Written::all;
 }
 
 iovec part(const void* data, std::size_t bytes) {
@@ -72,10 +84,8 @@ iovec part(const void* data, std::size_t bytes) {
 }
 
 std::string lost_cause(int lost, int seen_by, std::string_view how) {
-  std::string text = R"({"kind":"lost","rank":)" + std::to_string(lost);
-  text += R"(,"seen_by":)" + std::to_string(seen_by) + R"(,"how":")";
-  text += how;
-  return text + "\"}";
+  return R"({"kind":"lost","rank":)" + std::to_string(lost) + R"(,"seen_by":)" + std::to_string(seen_by) +
+         R"(,"how":)" + quoted(how) + "}";
 }
 
 }  // namespace
@@ -127,11 +137,20 @@ void Hub::send(int peer, FrameType type, std::uint32_t channel, std::uint64_t va
   const std::array parts{part(header.data(), header.size()), part(payload.data(), payload.size())};
   const auto deadline = std::chrono::steady_clock::now() + patience.timeout;
   bool written = false;
+  std::exception_ptr interrupted;
   try {
     const std::scoped_lock lock(to.writing);
     if (closing_) throw Error(Fault::usage, "the control connection of this rank is closed");
-    written = write_all(to.socket.get(), std::span(parts).first(payload.empty() ? 1 : 2), descriptor, deadline,
-                        [&] { return failed_.load(std::memory_order_acquire) || to.state != State::present; });
+    written = write(to, std::span(parts).first(payload.empty() ? 1 : 2), descriptor, deadline, [&] {
+      if (failed_.load(std::memory_order_acquire) || closing_ || to.state != State::present) return true;
+      try {
+        if (patience.interruption) patience.interruption();
+      } catch (...) {
+        interrupted = std::current_exception();
+      }
+      return interrupted != nullptr;
+    });
+    if (interrupted) std::rethrow_exception(interrupted);
   } catch (const Error& error) {
     if (error.fault() != Fault::system) throw;
     // The hub thread sees the same broken socket and says why; without it, this is all there is to say.
@@ -140,6 +159,7 @@ void Hub::send(int peer, FrameType type, std::uint32_t channel, std::uint64_t va
   }
   if (written) return;
   check(peer);
+  if (closing_) throw Error(Fault::usage, "the control connection of this rank is closed");
   throw Error(Fault::timeout, "rank " + std::to_string(peer) + " does not read its control socket");
 }
 
@@ -210,6 +230,17 @@ void Hub::fail(std::string_view cause, int except) noexcept {
   }
 }
 
+bool Hub::write(Peer& peer, std::span<const iovec> parts, int descriptor,
+                std::chrono::steady_clock::time_point deadline, const std::function<bool()>& give_up) {
+  if (peer.torn) return false;
+  const Written written = write_all(peer.socket.get(), parts, descriptor, deadline, give_up);
+  if (written == Written::half) {  // this direction is at its end, and the peer has to see that
+    peer.torn = true;
+    ::shutdown(peer.socket.get(), SHUT_WR);
+  }
+  return written == Written::all;
+}
+
 void Hub::tell(Peer& peer, FrameType type, std::string_view payload) noexcept {
   if (peer.state == State::lost) return;
   try {
@@ -218,8 +249,8 @@ void Hub::tell(Peer& peer, FrameType type, std::string_view payload) noexcept {
     const std::scoped_lock lock(peer.writing);
     if (!peer.socket) return;
     // A peer that does not read in time will learn of it when it finds the socket closed.
-    (void)write_all(peer.socket.get(), std::span(parts).first(payload.empty() ? 1 : 2), -1,
-                    std::chrono::steady_clock::now() + farewell, [] { return false; });
+    (void)write(peer, std::span(parts).first(payload.empty() ? 1 : 2), -1, std::chrono::steady_clock::now() + farewell,
+                [] { return false; });
   } catch (const Error&) {  // NOLINT(bugprone-empty-catch): the peer is gone, which the reader reports
   }
 }
@@ -250,8 +281,11 @@ void Hub::run() noexcept {
         how = "its frames could not be stored here";
       }
       if (closing_.load(std::memory_order_acquire)) break;  // its goodbye may cross ours: no loss
-      State expected = State::present;
-      if (peer->state.compare_exchange_strong(expected, State::lost)) fail(lost_cause(rank, rank_, how), rank);
+      // The cause first: who finds the peer gone shall find out why.
+      if (peer->state == State::present) fail(lost_cause(rank, rank_, how), rank);
+      peer->state = State::lost;
+      // A peer that sent garbage still lives, and waits for an answer that won't come: it has to see the end.
+      ::shutdown(peer->socket.get(), SHUT_RDWR);
       ring_all();
     }
   }
@@ -279,6 +313,9 @@ void Hub::read(int rank, Peer& peer) {
       std::memcpy(&descriptor, CMSG_DATA(header) + i * sizeof(int), sizeof(int));
       peer.reader.feed(Fd(descriptor));
     }
+  }
+  if ((message.msg_flags & MSG_CTRUNC) != 0) {
+    throw Error(Fault::system, "a descriptor could not be received: this process has too many files open");
   }
   if (got == 0) throw Error(Fault::peer_gone, "its connection closed");
   peer.reader.feed(std::span(buffer).first(static_cast<std::size_t>(got)));

@@ -9,13 +9,18 @@
 // for this rank's.
 #pragma once
 
+#include <sys/uio.h>
+
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -79,6 +84,7 @@ class Hub {
   struct Peer {
     Fd socket;
     std::mutex writing;
+    bool torn = false;  // half a frame was written, and the rest never will be; guarded by `writing`
     FrameReader reader;
     std::atomic<State> state{State::present};
   };
@@ -93,6 +99,8 @@ class Hub {
   void read(int rank, Peer& peer);
   void dispatch(int rank, Peer& peer, Frame frame);
   void fail(std::string_view cause, int except) noexcept;
+  bool write(Peer& peer, std::span<const iovec> parts, int descriptor, std::chrono::steady_clock::time_point deadline,
+             const std::function<bool()>& give_up);
   void tell(Peer& peer, FrameType type, std::string_view payload) noexcept;
   void ring_all() noexcept;
 

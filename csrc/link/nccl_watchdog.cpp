@@ -7,20 +7,12 @@
 #include <string>
 #include <utility>
 
+#include "base/json.hpp"
+
 namespace pypipe {
 namespace {
 
 constexpr std::chrono::milliseconds period{50};
-
-// The words of NCCL and CUDA as a JSON string.
-std::string quoted(const std::string& text) {
-  std::string quotes = "\"";
-  for (const char letter : text) {
-    if (letter == '"' || letter == '\\') quotes += '\\';
-    quotes += static_cast<unsigned char>(letter) < 0x20 ? ' ' : letter;
-  }
-  return quotes + '"';
-}
 
 }  // namespace
 

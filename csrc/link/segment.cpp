@@ -63,14 +63,15 @@ std::shared_ptr<Segment> Segment::create(std::size_t bytes) {
 }
 
 std::shared_ptr<Segment> Segment::attach(Fd descriptor, std::size_t bytes) {
+  // Seals first: a size means something only once it can't change any more.
+  const int seals = ::fcntl(descriptor.get(), F_GET_SEALS);
+  if (seals < 0 || (seals & size_seals) != size_seals) {
+    throw Error(Fault::protocol, "a peer's shared memory is not sealed");
+  }
   const struct stat status = status_of(descriptor.get());
   if (std::cmp_not_equal(status.st_size, bytes)) {
     throw Error(Fault::protocol, "a peer's shared memory has " + std::to_string(status.st_size) + " bytes instead of " +
                                      std::to_string(bytes));
-  }
-  const int seals = ::fcntl(descriptor.get(), F_GET_SEALS);
-  if (seals < 0 || (seals & size_seals) != size_seals) {
-    throw Error(Fault::protocol, "a peer's shared memory is not sealed");
   }
   {
     Mapped& all = mapped();

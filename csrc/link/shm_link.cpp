@@ -1,5 +1,6 @@
 #include "link/shm_link.hpp"
 
+#include <algorithm>
 #include <cstring>
 #include <new>
 #include <string>
@@ -75,11 +76,12 @@ void ShmSendLink::reserve(std::uint32_t channel, std::uint32_t slots, std::size_
   const std::size_t padded = (bytes + slot_alignment - 1) / slot_alignment * slot_alignment;
   Lane& lane = lanes_[channel];
   lane.memory = Segment::create(std::max(padded * slots, slot_alignment));
+  // Messages of older generations stay in flight until the receiver returns them; until then they count.
+  lane.old_in_flight += lane.slots - static_cast<std::uint32_t>(lane.free.size());
   lane.generation += 1;
   lane.slots = slots;
   lane.bytes = padded;
-  // Messages of older generations stay in flight until the receiver returns them; they still count in
-  // in_flight.
+  lane.out.assign(slots, false);
   lane.free.clear();
   for (std::uint32_t slot = slots; slot > 0; --slot) lane.free.push_back(slot - 1);
   const SlotsFrame frame{slots, padded};
@@ -94,12 +96,21 @@ void ShmSendLink::collect_credits() {
   for (; collected_ != returned; ++collected_) {
     const Credit credit = credits(rings_, capacity_)[collected_ % capacity_];
     const auto found = lanes_.find(credit.channel);
-    if (found == lanes_.end() || found->second.in_flight == 0) {
+    if (found == lanes_.end()) {
       throw Error(Fault::protocol, "the receiver returned a slot of an unknown " + about(credit.channel, peer_));
     }
     Lane& lane = found->second;
-    lane.in_flight -= 1;
-    if (credit.generation == lane.generation) lane.free.push_back(credit.slot);
+    const bool current = credit.generation == lane.generation;
+    if (current ? credit.slot >= lane.slots || !lane.out[credit.slot] : lane.old_in_flight == 0) {
+      throw Error(Fault::protocol,
+                  "the receiver returned a slot that it did not have, of " + about(credit.channel, peer_));
+    }
+    if (current) {
+      lane.out[credit.slot] = false;
+      lane.free.push_back(credit.slot);
+    } else {
+      lane.old_in_flight -= 1;
+    }
   }
 }
 
@@ -113,17 +124,19 @@ std::uint64_t ShmSendLink::send(const Envelope& envelope, std::span<const Part> 
   Lane& lane = found->second;
   const auto ready = [&] {
     collect_credits();
-    return lane.in_flight < lane.slots;
+    return lane.old_in_flight < lane.free.size();  // so that all generations together never exceed `slots`
   };
   if (!await(rings_->sender, patience, ready, [this] { hub_.check(peer_); })) {
     throw Error(Fault::timeout, "no slot came free on " + about(envelope.channel, peer_));
   }
   const std::uint32_t slot = lane.free.back();
   std::byte* const data = lane.memory->data() + std::size_t{slot} * lane.bytes;
-  for (const Part& part : parts) std::memcpy(data + part.offset, part.data, part.bytes);
+  for (const Part& part : parts) {
+    if (part.bytes > 0) std::memcpy(data + part.offset, part.data, part.bytes);  // an empty tensor has no address
+  }
   messages(rings_)[published_ % capacity_] = Message{envelope, lane.generation, slot};
   lane.free.pop_back();
-  lane.in_flight += 1;
+  lane.out[slot] = true;
   rings_->published.store(++published_, std::memory_order_release);
   notify(rings_->receiver);
   return published_;

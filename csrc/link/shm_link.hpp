@@ -44,9 +44,10 @@ class ShmSendLink final : public SendLink {
   struct Lane {
     std::uint32_t generation = 0;
     std::uint32_t slots = 0;
-    std::uint32_t in_flight = 0;  // over all generations
+    std::uint32_t old_in_flight = 0;  // messages in slots of older generations
     std::size_t bytes = 0;
     std::vector<std::uint32_t> free;
+    std::vector<bool> out;  // of this generation's slots: in flight
     std::shared_ptr<Segment> memory;
   };
   void collect_credits();

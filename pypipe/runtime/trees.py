@@ -31,6 +31,7 @@ _DTYPES: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
 _NAMES: dict[torch.dtype, str] = {value: name for name, value in _DTYPES.items()}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}  # by element size
 _MOST_DEPTH = 64
 
 
@@ -151,12 +152,13 @@ def as_sent(tensor: Tensor, strides: tuple[int, ...] | None) -> Tensor:
         tensor = tensor.detach().resolve_conj()
     if tensor.is_neg():
         tensor = tensor.detach().resolve_neg()
-    if strides is None:
-        return tensor if tensor.is_contiguous() else tensor.detach().contiguous()
-    if tuple(tensor.stride()) == strides:
+    if tensor.is_contiguous() if strides is None else tuple(tensor.stride()) == strides:
         return tensor
-    copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
-    return copy.copy_(tensor.detach())
+    # As plain bits: torch cannot copy every dtype it has.
+    bits = tensor.detach().view(_BITS[tensor.element_size()])
+    if strides is None:
+        return bits.contiguous().view(tensor.dtype)
+    return torch.empty_strided(bits.shape, strides, dtype=bits.dtype, device=bits.device).copy_(bits).view(tensor.dtype)
 
 
 def encode(description: Description) -> str:

@@ -14,6 +14,7 @@
 
 #include "channel/channel.hpp"
 #include "check.hpp"
+#include "endless.hpp"
 #include "link/shm_link.hpp"
 #include "sockets.hpp"
 
@@ -230,8 +231,7 @@ void produce(Hub& hub, int peer, const Route& route, std::vector<ChannelCounters
   }
   for (const Lane& lane : lanes) {
     const ChannelCounters& counted = lane.channel->counters();
-    check(counted.allocations <= most_allocations,
-          "slots grew " + std::to_string(counted.allocations) + " times");
+    check(counted.allocations <= most_allocations, "slots grew " + std::to_string(counted.allocations) + " times");
     check_equal(counted.allocations, lane.allocations_at_largest, "allocations after the largest layout");
     counters.push_back(counted);
   }
@@ -258,12 +258,10 @@ void consume(Hub& hub, int peer, const Route& route, std::vector<ChannelCounters
   const auto check_bytes = [&](const Step& step, const Slot& slot, const char* when) {
     const std::vector<std::size_t> offsets = pack(step.sizes);
     for (std::size_t i = 0; i < step.sizes.size(); ++i) {
-      if (matches(slot.data + offsets[i], step.sizes[i], key_of(route.channel(step.channel), step, i)))
-        continue;
+      if (matches(slot.data + offsets[i], step.sizes[i], key_of(route.channel(step.channel), step, i))) continue;
       fail("wrong bytes " + std::string(when) + ": channel " + std::to_string(route.channel(step.channel)) +
-           ", microbatch " + std::to_string(step.microbatch) + ", part " + std::to_string(i) + " of " +
-           describe(step) + ", slot " + std::to_string(slot.index) + " of generation " +
-           std::to_string(slot.generation));
+           ", microbatch " + std::to_string(step.microbatch) + ", part " + std::to_string(i) + " of " + describe(step) +
+           ", slot " + std::to_string(slot.index) + " of generation " + std::to_string(slot.generation));
     }
   };
   const auto release = [&](Lane& lane) {
@@ -278,7 +276,7 @@ void consume(Hub& hub, int peer, const Route& route, std::vector<ChannelCounters
     Lane& lane = lanes[step->channel];
     if (lane.held.size() == route.slots[step->channel]) release(lane);
     while (!lane.held.empty() && random.once_in(4)) release(lane);
-    lane.channel->post(Stream{});
+    lane.channel->post(Stream{}, waiting);
     Arrival arrival = lane.channel->receive(stage, kind, step->microbatch, Stream{}, waiting);
     check_equal(arrival.envelope.rows, step->layout, "the layout of a message");
     check_equal(arrival.envelope.bytes, pack(step->sizes).back(), "the bytes of a message");
@@ -340,8 +338,8 @@ void run(std::uint64_t seed, std::uint64_t messages, std::uint32_t spins) {
   }
   left.close();
   right.close();
-  std::printf("channel_stress: seed %" PRIu64 ", spins %" PRIu32 ": %" PRIu64 " messages, %" PRIu64
-              " MB, %" PRIu64 " layouts, %" PRIu64 " allocations\n",
+  std::printf("channel_stress: seed %" PRIu64 ", spins %" PRIu32 ": %" PRIu64 " messages, %" PRIu64 " MB, %" PRIu64
+              " layouts, %" PRIu64 " allocations\n",
               seed, spins, 2 * messages, bytes >> 20, layouts, allocations);
 }
 
@@ -354,7 +352,7 @@ int main(int count, char** values) {
   const std::uint64_t messages = argument(count, values, 2, 100'000);
   check(messages >= 1000, "fewer messages do not reach every channel and size");
   const auto spins = static_cast<std::uint32_t>(argument(count, values, 3, 0));
-  begin("channels", 300);
+  begin("channels", 120);
   const std::size_t descriptors = open_descriptors();
   run(seed, messages, spins);
   check_equal(open_descriptors(), descriptors, "descriptors open at the end");

@@ -23,15 +23,13 @@ namespace pypipe::test {
 
 // Ends the program at once, from whichever thread: the other threads may be waiting for something that never
 // comes.
-[[noreturn]] inline void fail(std::string_view what,
-                              std::source_location where = std::source_location::current()) {
+[[noreturn]] inline void fail(std::string_view what, std::source_location where = std::source_location::current()) {
   std::fprintf(stderr, "FAILED %s:%u: %.*s\n", where.file_name(), static_cast<unsigned>(where.line()),
                static_cast<int>(what.size()), what.data());
   std::_Exit(1);
 }
 
-inline void check(bool holds, std::string_view what,
-                  std::source_location where = std::source_location::current()) {
+inline void check(bool holds, std::string_view what, std::source_location where = std::source_location::current()) {
   if (!holds) fail(what, where);
 }
 
@@ -44,8 +42,7 @@ void check_equal(const Left& left, const Right& right, std::string_view what,
 
 // Runs `action`, which must throw an Error, and returns it.
 template <class Action>
-Error error_of(Action action, std::string_view what,
-               std::source_location where = std::source_location::current()) {
+Error error_of(Action action, std::string_view what, std::source_location where = std::source_location::current()) {
   try {
     action();
   } catch (const Error& error) {
@@ -61,9 +58,9 @@ void expect(Fault fault, Action action, std::string_view what,
             std::source_location where = std::source_location::current()) {
   const Error error = error_of(action, what, where);
   if (error.fault() == fault) return;
-  fail(std::string(what) + ": Error{" + name(error.fault()) + "} instead of Error{" + name(fault) +
-           "}: " + error.what(),
-       where);
+  fail(
+      std::string(what) + ": Error{" + name(error.fault()) + "} instead of Error{" + name(fault) + "}: " + error.what(),
+      where);
 }
 
 namespace detail {
@@ -81,14 +78,13 @@ inline void hung(int /*signal*/) {
 }  // namespace detail
 
 // Names what runs now, and gives it `seconds` before it counts as hung. Generous: no test depends on speed.
-inline void begin(const char* section, unsigned seconds = 60) {
+inline void begin(const char* section, unsigned seconds = 30) {
   detail::section = section;
   std::signal(SIGALRM, &detail::hung);
   ::alarm(seconds);
 }
 
-inline Patience patience(std::chrono::nanoseconds timeout = std::chrono::seconds(30),
-                         std::uint32_t spins = 0) {
+inline Patience patience(std::chrono::nanoseconds timeout = std::chrono::seconds(30), std::uint32_t spins = 0) {
   Patience result;
   result.timeout = timeout;
   result.spins = spins;

@@ -1,35 +1,10 @@
-// Looks for lost wake-ups in base/wait.hpp. Arguments: seed, rounds.
-//
-// The product parks in slices, which would hide a lost wake-up as a pause. Here the linker puts
-// __wrap_syscall in front of syscall(), and it takes the timeout off each FUTEX_WAIT: a lost wake-up hangs,
-// and the watchdog tells.
-#include <linux/futex.h>
-#include <sys/syscall.h>
-
-#include <cstdarg>
+// Looks for lost wake-ups in base/wait.hpp. Arguments: seed, rounds of the fastest part.
+// Parks are endless here: see endless.hpp.
 #include <thread>
 #include <vector>
 
 #include "check.hpp"
-
-namespace {
-std::atomic<bool> endless{true};
-}  // namespace
-
-// The names are the linker's.
-extern "C" long __real_syscall(long number, ...);  // NOLINT
-extern "C" long __wrap_syscall(long number, ...);  // NOLINT
-
-extern "C" long __wrap_syscall(long number, ...) {  // NOLINT
-  std::array<long, 6> values{};
-  va_list list;
-  va_start(list, number);
-  for (long& value : values) value = va_arg(list, long);
-  va_end(list);
-  constexpr long operations = 0x7f;  // without flags such as FUTEX_PRIVATE_FLAG
-  if (number == SYS_futex && (values[1] & operations) == FUTEX_WAIT && endless) values[3] = 0;
-  return __real_syscall(number, values[0], values[1], values[2], values[3], values[4], values[5]);
-}
+#include "endless.hpp"
 
 namespace pypipe::test {
 namespace {
@@ -41,6 +16,69 @@ constexpr std::chrono::hours ages{1};
 void dawdle(Random& random) {
   const std::uint64_t polls = random.below(4) == 0 ? random.below(3000) : random.below(60);
   for (std::uint64_t i = 0; i < polls; ++i) pypipe::detail::relax();
+}
+
+// Waits for the other thread to come to the same round; both are on a processor then, and go on at the same
+// moment.
+class Meeting {
+ public:
+  void meet(std::size_t me, std::uint64_t round) noexcept {
+    at_[me].value.store(round, std::memory_order_release);
+    for (std::uint32_t polls = 1; at_[1 - me].value.load(std::memory_order_acquire) < round; ++polls) {
+      if (polls % 500 == 0) std::this_thread::yield();
+    }
+  }
+
+ private:
+  struct alignas(64) Round {
+    std::atomic<std::uint64_t> value{0};
+  };
+  std::array<Round, 2> at_;
+};
+
+// From a nanosecond to a microsecond or so: the windows in which a wake-up could be lost are narrow, and
+// where they lie depends on how fast the clock is read.
+void hesitate(Random& random) {
+  for (std::uint64_t i = random.below(std::uint64_t{16} << random.below(9)); i > 0; --i) asm volatile("" ::: "memory");
+}
+
+// A waiter begins to wait at the very moment when a notifier announces: data with notify(), or trouble with
+// ring().
+void duel(std::uint64_t seed, std::uint64_t rounds, bool with_trouble) {
+  Doorbell bell;
+  Meeting meeting;
+  alignas(64) std::atomic<std::uint64_t> announced{0};
+  std::thread notifier([&] {
+    Random random(seed);
+    for (std::uint64_t round = 1; round <= rounds; ++round) {
+      meeting.meet(0, round);
+      hesitate(random);
+      announced.store(round, std::memory_order_release);
+      if (with_trouble) {
+        ring(bell);
+      } else {
+        notify(bell);
+      }
+    }
+  });
+  Random random(seed + 1);
+  for (std::uint64_t round = 1; round <= rounds; ++round) {
+    const auto now = [&] { return announced.load(std::memory_order_acquire) >= round; };
+    meeting.meet(1, round);
+    hesitate(random);
+    if (with_trouble) {
+      const auto trouble = [&] {
+        if (now()) throw Error(Fault::aborted, "trouble");
+      };
+      expect(
+          Fault::aborted, [&] { (void)await(bell, patience(ages), [] { return false; }, trouble); },
+          "waiting for nothing");
+    } else {
+      check(await(bell, patience(ages), now, no_trouble), "an announcement never came");
+    }
+  }
+  notifier.join();
+  check_equal(bell.sleepers.load(), 0U, "sleepers that are left");
 }
 
 // Two threads, two bells: each waits for the other's count.
@@ -58,8 +96,7 @@ void ping_pong(std::uint64_t seed, std::uint64_t rounds, std::uint32_t spins) {
     for (std::uint64_t round = 1; round <= rounds; ++round) {
       if (me == 1) {
         check(await(
-                  mine.bell, waiting, [&] { return other.count.load(std::memory_order_acquire) >= round; },
-                  no_trouble),
+                  mine.bell, waiting, [&] { return other.count.load(std::memory_order_acquire) >= round; }, no_trouble),
               "a ping never came");
       }
       dawdle(random);
@@ -67,8 +104,7 @@ void ping_pong(std::uint64_t seed, std::uint64_t rounds, std::uint32_t spins) {
       notify(other.bell);
       if (me == 0) {
         check(await(
-                  mine.bell, waiting, [&] { return other.count.load(std::memory_order_acquire) >= round; },
-                  no_trouble),
+                  mine.bell, waiting, [&] { return other.count.load(std::memory_order_acquire) >= round; }, no_trouble),
               "a pong never came");
       }
     }
@@ -95,8 +131,8 @@ void crowd(std::uint64_t seed, std::uint64_t rounds) {
       Random random(seed * 100 + me);
       for (std::uint64_t round = 1; round <= rounds; ++round) {
         check(await(
-                  bell, patience(ages),
-                  [&] { return asked[me].value.load(std::memory_order_acquire) >= round; }, no_trouble),
+                  bell, patience(ages), [&] { return asked[me].value.load(std::memory_order_acquire) >= round; },
+                  no_trouble),
               "a waiter in the crowd was forgotten");
         dawdle(random);
         answered[me].value.store(round, std::memory_order_release);
@@ -127,39 +163,6 @@ void crowd(std::uint64_t seed, std::uint64_t rounds) {
   check_equal(bell.sleepers.load() + answers.sleepers.load(), 0U, "sleepers that are left");
 }
 
-// Trouble is announced by ring() alone, and nothing else ever happens.
-void trouble(std::uint64_t seed, std::uint64_t rounds) {
-  Doorbell bell;
-  Doorbell back;
-  std::atomic<std::uint64_t> troubles{0};
-  std::atomic<std::uint64_t> noticed{0};
-  std::thread waiter([&] {
-    Random random(seed);
-    for (std::uint64_t round = 1; round <= rounds; ++round) {
-      dawdle(random);
-      const auto trouble = [&] {
-        if (troubles.load(std::memory_order_acquire) >= round) throw Error(Fault::aborted, "trouble");
-      };
-      expect(
-          Fault::aborted, [&] { (void)await(bell, patience(ages), [] { return false; }, trouble); },
-          "waiting for nothing");
-      noticed.store(round, std::memory_order_release);
-      notify(back);
-    }
-  });
-  Random random(seed + 1);
-  for (std::uint64_t round = 1; round <= rounds; ++round) {
-    dawdle(random);
-    troubles.store(round, std::memory_order_release);
-    ring(bell);
-    check(await(
-              back, patience(ages), [&] { return noticed.load(std::memory_order_acquire) >= round; },
-              no_trouble),
-          "trouble was not noticed");
-  }
-  waiter.join();
-}
-
 void edges() {
   Doorbell bell;
   const auto never = [] { return false; };
@@ -181,14 +184,12 @@ void edges() {
   expect(Fault::usage, [&] { (void)await(bell, interrupted, never, no_trouble); }, "an interruption");
   check_equal(bell.sleepers.load(), 0U, "sleepers after exceptions");
 
-  endless = false;
+  const WithTimeouts with_timeouts;
   const auto before = std::chrono::steady_clock::now();
   check(!await(bell, patience(std::chrono::milliseconds(250), 10), never, no_trouble), "no timeout");
   check(std::chrono::steady_clock::now() - before >= std::chrono::milliseconds(250), "a timeout came early");
   check(!await(bell, patience(std::chrono::nanoseconds(0)), never, no_trouble), "no timeout of nothing");
-  check(await(
-            bell, patience(std::chrono::nanoseconds(0)), [] { return true; }, no_trouble),
-        "ready at the deadline");
+  check(await(bell, patience(std::chrono::nanoseconds(0)), [] { return true; }, no_trouble), "ready at the deadline");
 
   // A waiter that is interrupted now and then gets its interruption called although nothing rings.
   int calls = 0;
@@ -197,7 +198,6 @@ void edges() {
     if (++calls == 3) throw Error(Fault::usage, "third time");
   };
   expect(Fault::usage, [&] { (void)await(bell, patient, never, no_trouble); }, "interruptions while parked");
-  endless = true;
 }
 
 }  // namespace
@@ -206,18 +206,22 @@ void edges() {
 int main(int count, char** values) {
   using namespace pypipe::test;
   const std::uint64_t seed = argument(count, values, 1, 1);
-  const std::uint64_t rounds = argument(count, values, 2, 100'000);
+  const std::uint64_t rounds = argument(count, values, 2, 500'000);
   begin("edges");
   edges();
-  begin("ping-pong without spinning: a lost wake-up", 120);
-  ping_pong(seed, rounds, 0);
-  begin("ping-pong with a short spin: a lost wake-up", 120);
-  ping_pong(seed + 1, rounds, 30);
-  begin("a crowd at one bell: a lost wake-up", 120);
-  crowd(seed, rounds / 4);
-  begin("trouble: a lost wake-up", 120);
-  trouble(seed, rounds / 2);
-  std::printf("doorbell_stress: seed %llu, %llu rounds of ping-pong, %llu in a crowd, %llu troubles\n",
-              static_cast<unsigned long long>(seed), static_cast<unsigned long long>(2 * rounds),
-              static_cast<unsigned long long>(rounds / 4), static_cast<unsigned long long>(rounds / 2));
+  begin("a duel: a lost wake-up", 45);
+  duel(seed, rounds, false);
+  begin("a duel over trouble: a lost wake-up", 45);
+  duel(seed + 10, rounds, true);
+  // Each round of these costs several switches between threads.
+  const std::uint64_t slow_rounds = rounds / 100;
+  begin("ping-pong without spinning: a lost wake-up", 45);
+  ping_pong(seed + 20, slow_rounds, 0);
+  begin("ping-pong with a short spin: a lost wake-up", 45);
+  ping_pong(seed + 30, slow_rounds, 30);
+  begin("a crowd at one bell: a lost wake-up", 45);
+  crowd(seed + 40, slow_rounds / 5);
+  std::printf("doorbell_stress: seed %llu, %llu duels over data and over trouble, %llu ping-pongs, %llu in a crowd\n",
+              static_cast<unsigned long long>(seed), static_cast<unsigned long long>(rounds),
+              static_cast<unsigned long long>(2 * slow_rounds), static_cast<unsigned long long>(slow_rounds / 5));
 }

@@ -83,8 +83,7 @@ Sent random_frame(Random& random, bool with_memory) {
 std::span<const std::byte> view(std::string_view text) { return std::as_bytes(std::span(text)); }
 
 void check_same(const Frame& got, const Sent& sent) {
-  check(got.type == sent.type && got.channel == sent.channel && got.value == sent.value,
-        "another header came out");
+  check(got.type == sent.type && got.channel == sent.channel && got.value == sent.value, "another header came out");
   check(got.payload == sent.payload, "another payload came out");
 }
 
@@ -173,8 +172,7 @@ void mutated(Random& random) {
       stream.resize(at);
       break;
     default:  // a length field, whatever it then says
-      for (std::size_t i = 0; i < 4 && at + i < stream.size(); ++i)
-        stream[at + i] = static_cast<char>(random.next());
+      for (std::size_t i = 0; i < 4 && at + i < stream.size(); ++i) stream[at + i] = static_cast<char>(random.next());
   }
   FrameReader reader;
   bool refused = false;
@@ -209,8 +207,7 @@ void headers() {
   for (const FrameType type : types) {
     const auto number = static_cast<std::uint16_t>(type);
     const auto most = static_cast<std::uint32_t>(*limit(type));
-    for (const std::uint32_t bytes :
-         {most + 1, most + 4096, 0x7fffffffU, 0x80000000U, 0xffffffe7U, 0xffffffffU}) {
+    for (const std::uint32_t bytes : {most + 1, most + 4096, 0x7fffffffU, 0x80000000U, 0xffffffe7U, 0xffffffffU}) {
       refused(raw_header(magic, number, 0, bytes), "a giant length");
     }
     FrameReader reader;
@@ -230,8 +227,7 @@ void headers() {
   expect(
       Fault::protocol,
       [&] {
-        for (int i = 0; i < 100; ++i)
-          reader.feed(Fd(check_errno(::open("/dev/null", O_RDONLY | O_CLOEXEC), "open")));
+        for (int i = 0; i < 100; ++i) reader.feed(Fd(check_errno(::open("/dev/null", O_RDONLY | O_CLOEXEC), "open")));
       },
       "descriptors that no frame carries");
 }
@@ -263,9 +259,9 @@ void memory(Random& random) {
     }
   }
   check_equal(frames, 100 * sent.size(), "frames of a long stream");
-  check(peak - before - held < (std::size_t{5} << 20),
-        "a reader holds " + std::to_string((peak - before - held) >> 10) + " KB after " +
-            std::to_string(passed >> 20) + " MB");
+  check(peak - before - held < (std::size_t{5} << 20), "a reader holds " +
+                                                           std::to_string((peak - before - held) >> 10) + " KB after " +
+                                                           std::to_string(passed >> 20) + " MB");
 }
 
 }  // namespace
@@ -281,7 +277,7 @@ int main(int count, char** values) {
   headers();
   begin("a long stream");
   memory(random);
-  begin("streams", 120);
+  begin("streams", 45);
   for (std::uint64_t round = 0; round < rounds; ++round) {
     valid(random);
     noise(random);

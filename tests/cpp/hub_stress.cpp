@@ -1,4 +1,5 @@
 // Hubs: frames from many threads, aborts, deaths and farewells while others wait. Arguments: seed, rounds.
+// Parks are endless here: see endless.hpp.
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/mman.h>
@@ -11,6 +12,7 @@
 
 #include "check.hpp"
 #include "control/hub.hpp"
+#include "endless.hpp"
 #include "sockets.hpp"
 
 namespace pypipe::test {
@@ -34,9 +36,7 @@ void frames(std::uint64_t seed, std::uint64_t count) {
   hubs[1]->start();
   constexpr std::uint32_t channels = 3;
   std::vector<std::thread> threads;
-  const auto size_of = [](Random& random) {
-    return random.once_in(100) ? random.below(300'000) : random.below(600);
-  };
+  const auto size_of = [](Random& random) { return random.once_in(100) ? random.below(300'000) : random.below(600); };
   for (int from = 0; from < 2; ++from) {
     for (std::uint32_t channel = 0; channel < channels; ++channel) {
       const std::uint64_t key = seed * 100 + static_cast<std::uint64_t>(from) * 10 + channel;
@@ -46,12 +46,11 @@ void frames(std::uint64_t seed, std::uint64_t count) {
           if (random.once_in(20)) {
             const Fd file(check_errno(::memfd_create("hub_stress", MFD_CLOEXEC), "memfd_create"));
             check(::write(file.get(), &i, sizeof(i)) == sizeof(i), "write");
-            hubs[static_cast<std::size_t>(from)]->send(1 - from, FrameType::memory, channel, i, {},
-                                                       patience(), file.get());
+            hubs[static_cast<std::size_t>(from)]->send(1 - from, FrameType::memory, channel, i, {}, patience(),
+                                                       file.get());
           }
           const std::string payload = text_of(key + i, size_of(random));
-          hubs[static_cast<std::size_t>(from)]->send(1 - from, FrameType::layout, channel, i, payload,
-                                                     patience());
+          hubs[static_cast<std::size_t>(from)]->send(1 - from, FrameType::layout, channel, i, payload, patience());
         }
       });
       threads.emplace_back([&, from, channel, key] {
@@ -72,9 +71,9 @@ void frames(std::uint64_t seed, std::uint64_t count) {
     }
   }
   for (std::thread& thread : threads) thread.join();
+  const WithTimeouts with_timeouts;
   expect(
-      Fault::timeout,
-      [&] { (void)hubs[0]->take(1, FrameType::layout, 0, patience(std::chrono::milliseconds(20))); },
+      Fault::timeout, [&] { (void)hubs[0]->take(1, FrameType::layout, 0, patience(std::chrono::milliseconds(20))); },
       "no frame is left");
 }
 
@@ -94,8 +93,7 @@ struct Chain {
 
 // Waits for a hub's cause as a waiting thread would: by waiting.
 std::string cause_of(Hub& hub, int peer) {
-  (void)error_of([&] { (void)hub.take(peer, FrameType::envelope, 99, patience()); },
-                 "the pipeline has failed");
+  (void)error_of([&] { (void)hub.take(peer, FrameType::envelope, 99, patience()); }, "the pipeline has failed");
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(30);
   while (!hub.cause()) {  // a peer that is gone is noticed a moment before the failure is
     check(std::chrono::steady_clock::now() < deadline, "a hub never learned the cause");
@@ -110,8 +108,7 @@ void aborts(std::uint64_t seed, std::uint64_t rounds) {
   Random random(seed);
   for (std::uint64_t round = 0; round < rounds; ++round) {
     Chain chain;
-    constexpr std::array<std::pair<std::size_t, int>, 6> waits{
-        {{0, 1}, {1, 0}, {1, 2}, {2, 1}, {1, 0}, {0, 1}}};
+    constexpr std::array<std::pair<std::size_t, int>, 6> waits{{{0, 1}, {1, 0}, {1, 2}, {2, 1}, {1, 0}, {0, 1}}};
     Doorbell bell;  // somebody who waits for something else than a frame
     chain.hubs[1]->watch(bell);
     std::vector<std::thread> threads;
@@ -231,8 +228,7 @@ void leave(std::uint64_t rounds) {
     waiter.join();
     for (std::uint64_t i = 0; i < 20; ++i) {
       const Frame frame = chain.hubs[1]->take(0, FrameType::envelope, 2, patience());
-      check(frame.value == i && frame.payload == text_of(i, 100),
-            "a frame sent before the leave was damaged");
+      check(frame.value == i && frame.payload == text_of(i, 100), "a frame sent before the leave was damaged");
     }
     expect(
         Fault::peer_gone, [&] { (void)chain.hubs[1]->take(0, FrameType::envelope, 2, patience()); },
@@ -243,8 +239,7 @@ void leave(std::uint64_t rounds) {
     check(!chain.hubs[1]->cause() && !chain.hubs[2]->cause(), "a leave counted as a failure");
     // The others go on.
     chain.hubs[2]->send(1, FrameType::envelope, 3, 4, "still here", patience());
-    check(chain.hubs[1]->take(2, FrameType::envelope, 3, patience()).payload == "still here",
-          "the chain broke");
+    check(chain.hubs[1]->take(2, FrameType::envelope, 3, patience()).payload == "still here", "the chain broke");
     chain.hubs[2]->abort("later");
     check(cause_of(*chain.hubs[1], 2) == "later", "no failure after a leave");
     for (const auto& hub : chain.hubs) hub->close();
@@ -263,14 +258,11 @@ void close_while_waiting(std::uint64_t rounds) {
     Doorbell bell;
     left.watch(bell);
     std::thread taker([&] {
-      expect(
-          Fault::peer_gone, [&] { (void)left.take(1, FrameType::layout, 1, patience()); },
-          "take() beside close()");
+      expect(Fault::peer_gone, [&] { (void)left.take(1, FrameType::layout, 1, patience()); }, "take() beside close()");
     });
     std::thread link([&] {
       expect(
-          Fault::peer_gone,
-          [&] { (void)await(bell, patience(), [] { return false; }, [&] { left.check(1); }); },
+          Fault::peer_gone, [&] { (void)await(bell, patience(), [] { return false; }, [&] { left.check(1); }); },
           "a link beside close()");
     });
     std::thread sender([&] {  // whenever it happens, it is an error and not a crash
@@ -332,9 +324,7 @@ struct Deaf {
 
 void full_socket() {
   Deaf timed;
-  expect(
-      Fault::timeout, [&] { timed.fill(patience(std::chrono::milliseconds(100))); },
-      "a peer that does not read");
+  expect(Fault::timeout, [&] { timed.fill(patience(std::chrono::milliseconds(100))); }, "a peer that does not read");
 
   Deaf interrupted;
   Patience with_interruption = patience();
@@ -344,8 +334,7 @@ void full_socket() {
   // Farewells take no longer than they may, whatever other threads have in mind.
   const auto soon = std::chrono::steady_clock::now() + std::chrono::seconds(20);
   Deaf closed;
-  std::thread first(
-      [&] { (void)error_of([&] { closed.fill(patience(std::chrono::minutes(5))); }, "close()"); });
+  std::thread first([&] { (void)error_of([&] { closed.fill(patience(std::chrono::minutes(5))); }, "close()"); });
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
   closed.hub.close();
   first.join();
@@ -364,8 +353,7 @@ void abort_behind_a_large_frame(std::uint64_t rounds) {
   for (std::uint64_t round = 0; round < rounds; ++round) {
     Deaf slow;
     std::thread sender([&] { (void)error_of([&] { slow.fill(patience()); }, "a sender beside abort()"); });
-    std::this_thread::sleep_for(
-        std::chrono::milliseconds(5));  // most probably it is in the middle of a frame now
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));  // most probably it is in the middle of a frame now
     std::vector<Frame> frames;
     std::thread reader([&] {
       std::this_thread::sleep_for(std::chrono::milliseconds(100));
@@ -375,8 +363,8 @@ void abort_behind_a_large_frame(std::uint64_t rounds) {
     sender.join();
     slow.hub.close();
     reader.join();
-    const auto last = std::find_if(frames.begin(), frames.end(),
-                                   [](const Frame& frame) { return frame.type == FrameType::abort; });
+    const auto last =
+        std::find_if(frames.begin(), frames.end(), [](const Frame& frame) { return frame.type == FrameType::abort; });
     check(last != frames.end() && last->payload == "the first cause", "a slow peer never got the cause");
     for (const Frame& frame : frames) {
       if (frame.type != FrameType::layout) continue;
@@ -389,9 +377,7 @@ void abort_behind_a_large_frame(std::uint64_t rounds) {
 // After a send that gave up in the middle of a frame, nothing that follows may be taken for the rest of it.
 void nothing_after_half_a_frame() {
   Deaf slow;
-  expect(
-      Fault::timeout, [&] { slow.fill(patience(std::chrono::milliseconds(50))); },
-      "a peer that does not read");
+  expect(Fault::timeout, [&] { slow.fill(patience(std::chrono::milliseconds(50))); }, "a peer that does not read");
   std::vector<Frame> frames;
   std::thread reader([&] { frames = slow.read_all(); });
   for (std::uint64_t i = 0; i < 40; ++i) {
@@ -460,19 +446,19 @@ int main(int count, char** values) {
   const std::size_t descriptors = open_descriptors();
   begin("a forked child that abandons its hub");
   fork_and_die();
-  begin("frames", 120);
+  begin("frames", 45);
   frames(seed, rounds * 10);
-  begin("aborts over a chain", 120);
+  begin("aborts over a chain", 45);
   aborts(seed, rounds);
-  begin("aborts from both ends", 120);
+  begin("aborts from both ends", 45);
   crossing_aborts(rounds);
-  begin("a death", 120);
+  begin("a death", 45);
   death(rounds);
   begin("garbage");
   garbage(seed);
-  begin("a leave", 120);
+  begin("a leave", 45);
   leave(rounds);
-  begin("close() while others wait", 120);
+  begin("close() while others wait", 45);
   close_while_waiting(rounds);
   begin("a socket that nobody reads");
   full_socket();

@@ -31,8 +31,7 @@ Fd memory_file(std::size_t bytes, int seals) {
 std::size_t mappings() {
   std::ifstream maps("/proc/self/maps");
   std::size_t found = 0;
-  for (std::string line; std::getline(maps, line);)
-    found += line.find("/memfd:pypipe") != std::string::npos ? 1 : 0;
+  for (std::string line; std::getline(maps, line);) found += line.find("/memfd:pypipe") != std::string::npos ? 1 : 0;
   return found;
 }
 
@@ -43,8 +42,7 @@ void sealed() {
         "new memory is zeroed");
   check(::ftruncate(segment->descriptor(), 20'000) < 0 && errno == EPERM, "a peer could grow it");
   check(::ftruncate(segment->descriptor(), 100) < 0 && errno == EPERM, "a peer could shrink it");
-  check((::fcntl(segment->descriptor(), F_GETFD) & FD_CLOEXEC) != 0,
-        "it would leak into programs started later");
+  check((::fcntl(segment->descriptor(), F_GETFD) & FD_CLOEXEC) != 0, "it would leak into programs started later");
 }
 
 // What the system refuses is an Error. The refusal is a limit that we set: asking for more memory than there
@@ -105,8 +103,7 @@ void refused() {
   expect(Fault::protocol, [&] { attach(Fd(::open("/dev/zero", O_RDWR | O_CLOEXEC))); }, "a device");
   (void)error_of([&] { attach(Fd()); }, "no descriptor");
   // Sealed against writing as well: it cannot be mapped for writing, and that must be said, not crash.
-  (void)error_of([&] { attach(memory_file(bytes, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE)); },
-                 "read-only memory");
+  (void)error_of([&] { attach(memory_file(bytes, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE)); }, "read-only memory");
 }
 
 // A child that attaches through a socket's descriptor sees and is seen.
@@ -115,8 +112,7 @@ void processes() {
   std::array<int, 2> back{};
   check_errno(::pipe2(there.data(), O_CLOEXEC), "pipe");
   check_errno(::pipe2(back.data(), O_CLOEXEC), "pipe");
-  const Fd memory =
-      memory_file(4096, F_SEAL_SHRINK | F_SEAL_GROW);  // not yet known to this process as a segment
+  const Fd memory = memory_file(4096, F_SEAL_SHRINK | F_SEAL_GROW);  // not yet known to this process as a segment
   const pid_t child = check_errno(::fork(), "fork");
   const auto segment = Segment::attach(copy(memory.get()), 4096);
   char byte = 0;
@@ -141,8 +137,7 @@ void without_dev_shm() {
   std::array<char, 64> target{};
   const std::string link = "/proc/self/fd/" + std::to_string(segment->descriptor());
   check(::readlink(link.c_str(), target.data(), target.size() - 1) > 0, "readlink");
-  check(std::string_view(target.data()).starts_with("/memfd:pypipe"),
-        "a segment is no anonymous memory file");
+  check(std::string_view(target.data()).starts_with("/memfd:pypipe"), "a segment is no anonymous memory file");
   const pid_t child = check_errno(::fork(), "fork");
   if (child == 0) {
     if (::unshare(CLONE_NEWNS | (::geteuid() == 0 ? 0 : CLONE_NEWUSER)) < 0 ||
