@@ -95,7 +95,9 @@ class Message:
         ...
     @property
     def bytes(self) -> int:
-        ...
+        """
+        Bytes of the slot.
+        """
     @property
     def layout(self) -> int:
         ...
@@ -110,6 +112,11 @@ class Message:
     @property
     def rows(self) -> int:
         ...
+    @property
+    def size(self) -> int:
+        """
+        Bytes of the message.
+        """
 class SendChannel:
     def __init__(self, hub: Hub, link: SendLink, peer: typing.SupportsInt | typing.SupportsIndex, channel: typing.SupportsInt | typing.SupportsIndex, slots: typing.SupportsInt | typing.SupportsIndex) -> None:
         ...

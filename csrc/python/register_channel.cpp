@@ -108,7 +108,10 @@ void register_channel(py::module_& module) {
       .def_property_readonly("layout", [](const Message& message) { return message.arrival.envelope.layout; })
       .def_property_readonly("rows", [](const Message& message) { return message.arrival.envelope.rows; })
       .def_property_readonly("batch_rows", [](const Message& message) { return message.arrival.envelope.batch_rows; })
-      .def_property_readonly("bytes", [](const Message& message) { return message.arrival.slot.bytes; })
+      .def_property_readonly(
+          "size", [](const Message& message) { return message.arrival.envelope.bytes; }, "Bytes of the message.")
+      .def_property_readonly(
+          "bytes", [](const Message& message) { return message.arrival.slot.bytes; }, "Bytes of the slot.")
       .def_property_readonly(
           "pointer", [](const Message& message) { return reinterpret_cast<std::uintptr_t>(message.arrival.slot.data); })
       .def_property_readonly(

@@ -195,6 +195,10 @@ class _Slot:
     def batch_rows(self) -> int:
         return int(self.envelope.batch_rows)
 
+    @property
+    def size(self) -> int:
+        return int(self.envelope.bytes)
+
 
 class C10dReceivePort:
     """The receiving end: as many buffers as the channel has slots, made when the first layout is known."""

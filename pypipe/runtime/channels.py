@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pypipe import _core
+from pypipe.errors import MismatchError
 from pypipe.runtime import trees
 
 __all__ = ["ReceiveChannel", "ReceivePort", "Received", "SendChannel", "SendPort"]
@@ -55,6 +56,8 @@ class Inbound(Protocol):
     def rows(self) -> int: ...
     @property
     def batch_rows(self) -> int: ...
+    @property
+    def size(self) -> int: ...
 
 
 class ReceivePort(Protocol):
@@ -216,7 +219,7 @@ class ReceiveChannel:
         message = port.receive(Tag(self._source_stage, self._kind, microbatch, 0, 0))
         layout = self._layouts.get(message.layout)
         if layout is None:
-            layout = self._learn(message.layout)
+            layout = self._learn(message)
         tensors = [
             port.tensor(message, spec, offset) for spec, offset in zip(layout.specs, layout.offsets, strict=True)
         ]
@@ -229,11 +232,14 @@ class ReceiveChannel:
                     tensors[position] = _enter(leaf, leaf.shape)
         return Received(port, message, trees.rebuild(layout.description, tensors), tensors, leaves)
 
-    def _learn(self, number: int) -> _Incoming:
+    def _learn(self, message: Inbound) -> _Incoming:
+        number = message.layout
         description = trees.decode(self._port.description(number))
         specs = tuple(trees.tensor_specs(description))
-        offsets = tuple(_core.pack([spec.bytes for spec in specs])[:-1])
+        *offsets, size = _core.pack([min(spec.bytes, 1 << 62) for spec in specs])
+        if size != message.size:
+            raise MismatchError(f"a peer sent {message.size} bytes of a layout that takes {size}")
         if len(self._layouts) >= 2 * _MOST_LAYOUTS:
             self._layouts.pop(next(iter(self._layouts)))
-        layout = self._layouts[number] = _Incoming(description, specs, offsets)
+        layout = self._layouts[number] = _Incoming(description, specs, tuple(offsets))
         return layout

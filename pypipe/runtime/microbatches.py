@@ -86,7 +86,9 @@ class _Leaf:
 
 def _is_replicate(spec: Any) -> bool:
     # torch.distributed.pipelining's own class is private, but scripts that use it should keep working.
-    return isinstance(spec, Replicate) or type(spec).__name__ == "_Replicate"
+    # They give the class as well as an object of it.
+    kind = spec if isinstance(spec, type) else type(spec)
+    return issubclass(kind, Replicate) or kind.__name__ == "_Replicate"
 
 
 def _dimension(spec: Any, tensor: Tensor, path: str) -> int | None:
@@ -209,12 +211,16 @@ def split(
     return [pytree.tree_unflatten(list(chunk), structure) for chunk in zip(*columns, strict=True)]
 
 
+# The same memory with a node and a version of its own, and to autograd no view: a stage may change its piece in place,
+# and the other pieces do not notice.
+_separate = torch.ops.aten._unsafe_view.default
+
+
 def _cut(tensor: Tensor, cuts: list[int], dim: int) -> list[Tensor]:
-    if not tensor.requires_grad:
-        # Views of one batch share a version and, once changed in place, a graph; microbatches must not.
-        return [chunk.detach() for chunk in torch.split(tensor, cuts, dim)]
+    # One by one: pieces that split() makes share one node, which backward may walk only once.
     starts = [sum(cuts[:i]) for i in range(len(cuts))]
-    return [tensor.narrow(dim, start, size) for start, size in zip(starts, cuts, strict=True)]
+    pieces = [tensor.narrow(dim, start, size) for start, size in zip(starts, cuts, strict=True)]
+    return [_separate(piece, piece.shape) for piece in pieces]
 
 
 def merge(outputs: Sequence[Any], spec: Any) -> Any:
@@ -235,17 +241,19 @@ def merge(outputs: Sequence[Any], spec: Any) -> Any:
                 f"the outputs of microbatches 0 and {microbatch} differ in structure ({structure} and {other}), so "
                 "they cannot be merged: pass return_outputs=False and use the losses"
             )
-    merged = [
-        _merge_leaf([values[i] for values, _ in flat], its_spec)
-        for i, its_spec in enumerate(_broadcast_merge(spec, outputs[0]))
-    ]
+    specs = _broadcast_merge(spec, outputs[0])
+    columns = zip(*(values for values, _ in flat), strict=True)
+    merged = [_merge_leaf(list(column), its_spec) for column, its_spec in zip(columns, specs, strict=True)]
     return pytree.tree_unflatten(merged, structure)
 
 
 def _broadcast_merge(spec: Any, output: Any) -> list[Any]:
-    if hasattr(spec, "reduce_fn"):
+    if hasattr(spec, "reduce_fn") or isinstance(spec, str):
         return [spec] * len(pytree.tree_leaves(output))
     if isinstance(output, dict) and isinstance(spec, dict):
+        unknown = [key for key in spec if key not in output]
+        if unknown:
+            raise InputError(f"there is a merge spec for ['{unknown[0]}'], but the output has no such value")
         return [leaf for key in output for leaf in _broadcast_merge(spec.get(key), output[key])]
     if isinstance(output, (tuple, list)) and isinstance(spec, (tuple, list)) and len(spec) == len(output):
         return [leaf for part, value in zip(spec, output, strict=True) for leaf in _broadcast_merge(part, value)]
@@ -260,7 +268,25 @@ def _merge_leaf(values: list[Any], spec: Any) -> Any:
         for value in values:
             total = spec.reduce_fn(total, value)
         return total
-    if _is_replicate(spec) or not isinstance(values[0], Tensor):
+    if _is_replicate(spec):
         return values[-1]
-    dim = 0 if spec is None else spec if isinstance(spec, int) else spec.split_dim
-    return torch.stack(values) if values[0].dim() == 0 else torch.cat(values, dim)
+    tensors = [isinstance(value, Tensor) for value in values]
+    if not any(tensors):
+        return values[-1]
+    if not all(tensors):
+        other = tensors.index(not tensors[0])
+        raise InputError(
+            f"the outputs of microbatches 0 and {other} differ ({type(values[0]).__name__} and "
+            f"{type(values[other]).__name__}), so they cannot be merged: pass return_outputs=False and use the losses"
+        )
+    dim = 0 if spec is None else spec if isinstance(spec, int) else getattr(spec, "split_dim", None)
+    if not isinstance(dim, int):
+        raise InputError(f"the merge spec {spec!r} is none: use TensorChunkSpec(dim), Replicate(), Reduce(...) or None")
+    try:
+        return torch.stack(values) if values[0].dim() == 0 else torch.cat(values, dim)
+    except (RuntimeError, IndexError) as error:
+        shapes = ", ".join(dict.fromkeys(str(tuple(value.shape)) for value in values))
+        raise InputError(
+            f"the microbatches' outputs, of shape {shapes}, cannot be joined along dimension {dim} ({error}): pass an "
+            "output_merge_spec that fits them, or return_outputs=False and use the losses"
+        ) from error

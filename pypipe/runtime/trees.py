@@ -5,7 +5,8 @@ JSON, and nothing in it is ever executed. The first element of each tuple says w
 
     ("T", dtype, shape, strides or None, requires_grad)   a tensor; None: contiguous
     ("same", n)                                            the n-th tensor once more
-    ("none",) ("bool", b) ("int", i) ("float", hex) ("complex", hex, hex) ("str", s) ("dtype", name)
+    ("none",) ("bool", b) ("int", i or hex) ("float", hex) ("complex", hex, hex) ("str", s) ("surrogates", hex)
+    ("dtype", name)
     ("tuple", items) ("list", items) ("size", ints) ("dict", ((key, value), ...))
 
 Floats travel as hexadecimal text: exact, and NaN and -0.0 are themselves.
@@ -93,13 +94,23 @@ def _describe(tree: Any, tensors: list[Tensor], seen: dict[int, int], path: tupl
 _SCALARS: dict[type, Callable[[Any], Description]] = {
     type(None): lambda value: ("none",),
     bool: lambda value: ("bool", value),
-    int: lambda value: ("int", value),
+    int: lambda value: ("int", value if abs(value) < 1 << 63 else hex(value)),
     float: lambda value: ("float", value.hex()),
     complex: lambda value: ("complex", value.real.hex(), value.imag.hex()),
-    str: lambda value: ("str", value),
+    str: lambda value: _describe_text(value),
     torch.Size: lambda value: ("size", tuple(value)),
     torch.dtype: lambda value: ("dtype", _NAMES[value]),
 }
+
+
+def _describe_text(text: str) -> Description:
+    if text.isascii():
+        return ("str", text)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # lone surrogates, which JSON would join into characters
+        return ("surrogates", text.encode("utf-32-le", "surrogatepass").hex())
+    return ("str", text)
 
 
 def _place(path: Sequence[Any]) -> str:
@@ -107,10 +118,11 @@ def _place(path: Sequence[Any]) -> str:
 
 
 def _describe_tensor(tensor: Tensor, path: tuple[Any, ...]) -> Description:
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
+    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         what = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout)
         raise LayoutError(
-            f"output{_place(path)} is a {'meta' if tensor.is_meta else what} tensor of shape {tuple(tensor.shape)}; "
+            f"output{_place(path)} is a {'meta' if tensor.is_meta else what} tensor"
+            f"{'' if tensor.is_nested else f' of shape {tuple(tensor.shape)}'}; "
             "only dense (strided) tensors can be sent to the next stage: convert it, for example with to_dense()."
         )
     if hasattr(tensor, "__tensor_flatten__"):
@@ -152,6 +164,8 @@ def as_sent(tensor: Tensor, strides: tuple[int, ...] | None) -> Tensor:
         tensor = tensor.detach().resolve_conj()
     if tensor.is_neg():
         tensor = tensor.detach().resolve_neg()
+    if tensor.data_ptr() == 0 and tensor.numel():  # zeros that torch has not written anywhere
+        tensor = tensor.detach().clone()
     if tensor.is_contiguous() if strides is None else tuple(tensor.stride()) == strides:
         return tensor
     # As plain bits: torch cannot copy every dtype it has.
@@ -179,10 +193,16 @@ def _tupled(value: Any) -> Any:
     return tuple(_tupled(item) for item in value) if isinstance(value, list) else value
 
 
+_NONSENSE = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError, StopIteration)
+
+
 def tensor_specs(description: Description) -> list[TensorSpec]:
     """The tensors of a description, in the order in which they are packed. Raises MismatchError on nonsense."""
     specs: list[TensorSpec] = []
-    _collect(description, specs)
+    try:
+        _collect(description, specs)
+    except _NONSENSE as error:
+        raise MismatchError(f"a peer sent a layout that makes no sense: {str(description)[:200]}") from error
     return specs
 
 
@@ -193,10 +213,18 @@ def _collect(description: Description, specs: list[TensorSpec]) -> None:
         dtype = _DTYPES.get(name)
         if dtype is None:
             raise MismatchError(f"a peer sent dtype {name!r}, which torch {torch.__version__} here does not have")
-        if any(size < 0 for size in shape) or (strides is not None and not is_dense(shape, strides)):
+        if name.startswith("q") or (requires_grad is not False and not (dtype.is_floating_point or dtype.is_complex)):
+            raise MismatchError(f"a peer sent an impossible tensor: dtype {name}, requires_grad {requires_grad}")
+        sizes = (*shape, *(strides or ()))
+        if any(type(size) is not int or not 0 <= size < 1 << 62 for size in sizes) or (
+            strides is not None and not is_dense(shape, strides)
+        ):
             raise MismatchError(f"a peer sent an impossible tensor: shape {shape}, strides {strides}")
         numel = math.prod(shape)
         specs.append(TensorSpec(dtype, shape, strides, requires_grad, numel, numel * dtype.itemsize))
+    elif tag == "same":
+        if not 0 <= description[1] < len(specs):
+            raise IndexError
     elif tag in ("tuple", "list"):
         for item in description[1]:
             _collect(item, specs)
@@ -208,8 +236,10 @@ def _collect(description: Description, specs: list[TensorSpec]) -> None:
 
 def rebuild(description: Description, tensors: Sequence[Tensor]) -> Any:
     """The tree that `description` describes, with these tensors in it."""
-    position = iter(tensors)
-    return _rebuild(description, position, tensors)
+    try:
+        return _rebuild(description, iter(tensors), tensors)
+    except _NONSENSE as error:
+        raise MismatchError(f"a peer sent a layout that makes no sense: {str(description)[:200]}") from error
 
 
 def _rebuild(description: Description, position: Any, tensors: Sequence[Tensor]) -> Any:
@@ -227,7 +257,10 @@ def _rebuild(description: Description, position: Any, tensors: Sequence[Tensor])
     if tag == "none":
         return None
     if tag in ("bool", "int", "str"):
-        return description[1]
+        value = description[1]
+        return int(value, 16) if tag == "int" and isinstance(value, str) else value
+    if tag == "surrogates":
+        return bytes.fromhex(description[1]).decode("utf-32-le", "surrogatepass")
     if tag == "float":
         return float.fromhex(description[1])
     if tag == "complex":
