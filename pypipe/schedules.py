@@ -287,8 +287,10 @@ class _Schedule:
             for channel, count in verified.slots.items():
                 # The verifier counts the messages that are in use at once. With one slot more, the next message
                 # arrives while they are; without, its transfer would wait for a backward and then be waited for.
-                # So 1F1B's forward channel from rank i has min(M, P - i) slots.
-                slots[channel] = max(min(count + 1, self._n_microbatches), slots.get(channel, 0))
+                # So 1F1B's forward channel from rank i has min(M, P - i) slots. (A gradient's slot may also be lost
+                # to somebody who keeps the gradient: one more, however few there are.)
+                most = self._n_microbatches if channel.kind is Kind.F else count + 1
+                slots[channel] = max(min(count + 1, most), slots.get(channel, 0))
         stage = self._stage
         links = {channel: self.program.link_of(channel) for channel in slots}
         connection = Connection(stage.world, stage.device, links, slots, self._card(), self._compare, self._timeout)

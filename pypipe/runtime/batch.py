@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pypipe.runtime import microbatches
+from pypipe.runtime.backward import run_backward
 
 __all__ = ["Batch", "ChunkSpecs", "Share"]
 
@@ -146,4 +146,4 @@ class Batch:
         self._entrances = []
         pairs = [(tensor, gradient) for tensor, gradient in pairs if gradient is not None]
         if pairs:
-            torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+            run_backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])

@@ -204,6 +204,7 @@ class C10dReceivePort:
     """The receiving end: as many buffers as the channel has slots, made when the first layout is known."""
 
     posts = False
+    storages_apart = False
 
     def post(self) -> None:
         """Nothing: the sender may go on as soon as a slot is free."""
@@ -252,10 +253,10 @@ class C10dReceivePort:
         return self._book.description(layout, self._route.patience)
 
     def tensor(self, message: _Slot, spec: TensorSpec, offset: int) -> Tensor:
-        """A view of the slot; it shares the slot's version counter."""
+        """A view of the slot, with a version counter of its own."""
         if spec.numel == 0:
             return torch.empty(spec.shape, dtype=spec.dtype, device=self._route.device)
-        flat = message.buffer[offset : offset + spec.bytes].view(spec.dtype).detach()
+        flat = message.buffer[offset : offset + spec.bytes].view(spec.dtype).data  # a version of its own
         return flat.view(spec.shape) if spec.strides is None else flat.as_strided(spec.shape, spec.strides, 0)
 
     def holds(self, message: _Slot, tensor: Tensor) -> bool:

@@ -67,6 +67,10 @@ class ReceivePort(Protocol):
     def posts(self) -> bool:
         """Whether post() does anything."""
 
+    @property
+    def storages_apart(self) -> bool:
+        """Whether each tensor has a storage of its own, so that its count tells who else uses the memory."""
+
     def post(self) -> None:
         """Lets one more receive start."""
 
@@ -165,7 +169,17 @@ class Received:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether the tensor's memory is the slot's, which will be overwritten."""
-        return self._message is not None and self._port.holds(self._message, tensor)
+        if self._message is None or tensor.layout != torch.strided:
+            return False
+        return self._port.holds(self._message, tensor)
+
+    def is_shared(self) -> bool:
+        """Whether somebody else has a tensor on this memory too: a hook that keeps it, a `.grad` that is a view of it.
+
+        Only where the port's storages are apart. Any view or alias shares the storage of what was received.
+        """
+        uses = (torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) for tensor in self._tensors)
+        return any(count > 1 for count in uses)
 
     def release(self) -> None:
         """Gives the slot back. Whoever kept a tensor for a later backward will get autograd's version error."""
@@ -195,6 +209,7 @@ class ReceiveChannel:
     def __init__(self, port: ReceivePort, source_stage: int, kind: int) -> None:
         self._port = self.port = port
         self.posts: bool = port.posts
+        self.storages_apart: bool = port.storages_apart
         self._source_stage = source_stage
         self._kind = kind
         self._layouts: dict[int, _Incoming] = {}

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from pypipe.errors import InputError
 from pypipe.program import Kind
+from pypipe.runtime.backward import run_backward
 from pypipe.runtime.batch import Batch, Share
 from pypipe.runtime.channels import ReceiveChannel, Received, SendChannel
 
@@ -61,6 +62,8 @@ class StageExecution:
         self._receive_backward = receive_backward
         self._send_backward = send_backward
         self._weights: dict[tuple[Any, ...], Tensor] = {}
+        self._copy_gradients = receive_backward is not None and not receive_backward.storages_apart
+        self._lent: Received | None = None
         self.busy_seconds = 0.0
         self.reset()
 
@@ -85,7 +88,7 @@ class StageExecution:
         self._with_loss = with_loss and self._last
         self._loss_kwargs: dict[str, Any] = loss_kwargs or {}
         self.busy_seconds = 0.0
-        if training and self._receive_backward is not None:
+        if training and self._receive_forward is not None:
             self._fresh = [p for p in self._module.parameters() if p.requires_grad and p.grad is None]
             self._fresh += batch.leaves
 
@@ -174,27 +177,38 @@ class StageExecution:
             del loss
         else:
             received = self._receive_backward.receive(microbatch, training=False)
-            pairs = zip(self._nodes.pop(microbatch), received.tree, strict=True)
-            present = [(node, gradient) for node, gradient in pairs if gradient is not None]
-            roots = [node for node, _ in present]
-            gradients = [gradient for _, gradient in present]
-            del present
+            pairs = list(zip(self._nodes.pop(microbatch), received.tree, strict=True))
+            received.tree = None
+            roots = [node for node, gradient in pairs if gradient is not None]
+            gradients = [gradient for _, gradient in pairs if gradient is not None]
+            del pairs
+            if self._copy_gradients:
+                gradients = [gradient.clone() for gradient in gradients]
+                received.release()
+                received = None
         inputs = self._inputs.pop(microbatch, None)
         start = time.perf_counter()
         if roots:
-            _run_backward(roots, gradients)
+            run_backward(roots, gradients)
         del roots, gradients
-        if self._fresh and received is not None:
-            self._own_fresh_gradients(received)
-        if self._send_backward is not None and inputs is not None:
-            self._input_gradients[microbatch] = [
-                None if leaf.grad is None else _kept(_kept(leaf.grad, inputs), received) for leaf in inputs.leaves
-            ]
-        self.busy_seconds += time.perf_counter() - start
         if inputs is not None:
+            if self._fresh:
+                self._own_fresh_gradients(inputs)
+            if self._send_backward is not None:
+                self._input_gradients[microbatch] = [
+                    None if leaf.grad is None else _kept(_kept(leaf.grad, inputs), received) for leaf in inputs.leaves
+                ]
             inputs.leaves = []
             inputs.release()
-        if received is not None:
+        self.busy_seconds += time.perf_counter() - start
+        if received is None:
+            return
+        if received.is_shared():
+            # Autograd may make a received gradient, or a view of it, somebody's `.grad`, and hooks may keep it. It is
+            # theirs now, with its slot, for which the channel has a spare one; from now on they get copies.
+            self._lent = received
+            self._copy_gradients = True
+        else:
             received.release()
 
     def send_backward(self, microbatch: int) -> None:
@@ -217,30 +231,14 @@ class StageExecution:
             if len(self._weights) >= 64:
                 self._weights.clear()
             found = self._weights[key] = torch.full_like(loss, weight, requires_grad=False)
-        return found
+        return found.clone()  # autograd may make it, or a view of it, somebody's `.grad`
 
     def _own_fresh_gradients(self, received: Received) -> None:
-        """Autograd may make a view of the received gradient some tensor's `.grad`; the slot's memory is only lent."""
+        """A backward may hand out a saved activation as some tensor's `.grad`; the slot's memory is only lent."""
         for tensor in self._fresh:
             if tensor.grad is not None and received.holds(tensor.grad):
                 tensor.grad = tensor.grad.clone()
         self._fresh = [tensor for tensor in self._fresh if tensor.grad is None]
-
-
-# torch.autograd.backward() spends more time on checking its arguments in Python than a small stage's backward takes;
-# the engine checks shapes and dtypes itself. Others that know their roots call it as well, so it is unlikely to go.
-_engine: Any = torch.autograd.Variable._execution_engine
-
-
-def _run_backward(roots: list[Any], gradients: list[Tensor]) -> None:
-    device = gradients[0].device.type
-    arguments = (tuple(roots), tuple(gradients), False, False, ())  # no retain_graph, no create_graph, all leaves
-    if torch.is_autocast_enabled(device):
-        # As for loss.backward() after the autocast region: each operation runs in the dtype of its forward.
-        with torch.autocast(device, enabled=False):
-            _engine.run_backward(*arguments, allow_unreachable=True, accumulate_grad=True)
-    else:
-        _engine.run_backward(*arguments, allow_unreachable=True, accumulate_grad=True)
 
 
 def _detached(tree: Any) -> Any:

@@ -90,6 +90,7 @@ class NcclReceivePort:
     """The receiving end."""
 
     posts = True
+    storages_apart = False
 
     def __init__(
         self, channel: _core.ReceiveChannel, memory: Memory, device: torch.device, patience: _core.Patience

@@ -59,6 +59,7 @@ class CoreReceivePort:
     """The receiving end of a channel of the core."""
 
     posts = False
+    storages_apart = True
 
     def post(self) -> None:
         """Nothing: the sender may go on as soon as a slot is free."""
@@ -86,8 +87,8 @@ class CoreReceivePort:
             return torch.empty(spec.shape, dtype=spec.dtype)
         flat = torch.frombuffer(message, dtype=spec.dtype, count=spec.numel, offset=offset)
         if spec.strides is not None:
-            return flat.as_strided(spec.shape, spec.strides)
-        return flat.view(spec.shape)
+            return flat.as_strided(spec.shape, spec.strides).detach()
+        return flat.view(spec.shape).detach()  # no view to autograd: a stage may detach_() it
 
     def holds(self, message: Any, tensor: Tensor) -> bool:
         """Whether the tensor's memory lies in the slot."""

@@ -337,16 +337,28 @@ def no_process_group(rank: int, size: int, group: Any) -> str:
     return text
 
 
-def group_after_a_failure(rank: int, size: int, group: Any) -> list[str]:
+def group_after_a_failure(rank: int, size: int, group: Any, flag: str) -> list[str]:
     """A step fails with messages under way; the process group lives on, also beyond its own timeout."""
     mine = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=3))
     if rank > 1:
         return []
+    isend, count = dist.isend, 0
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        work = isend(*args, **kwargs)
+        count += 1
+        if count == 2:
+            Path(flag).touch()
+        return work
 
     def fail() -> None:
+        give_up = time.monotonic() + 2.0
+        while not os.path.exists(flag) and time.monotonic() < give_up:  # so that the second message is under way
+            time.sleep(0.001)
         raise ValueError("on purpose")
 
-    with forced():
+    with forced(), replaced("isend", noted):
         schedule, x, y = _build(rank, 2, mine, 20.0, Calls(fail) if rank == 1 else None)
         found = [] if "on purpose" in _error_of(lambda: schedule.step(x, target=y)) else ["no error"]
         schedule.close()

@@ -297,6 +297,7 @@ def test_memory_frames_that_nobody_asked_for_do_not_use_up_the_process_descripto
 
 
 def test_descriptors_of_frames_that_were_never_taken_are_closed_with_the_hub() -> None:
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     neighbours = Neighbours()
     with open(os.devnull) as file:

@@ -1,0 +1,32 @@
+// The functions that the two libraries export, declared from the product's own lists: a definition with another
+// signature does not compile, and a program that links against one that is missing does not link.
+#pragma once
+
+#include "link/cuda_abi.hpp"
+#include "link/nccl_abi.hpp"
+
+#define PYPIPE_TYPE(member, name, parameters) using name = Result parameters;
+#define PYPIPE_TEXT_TYPE(member, name, parameters) using name = const char* parameters;
+namespace pypipe::cuda::functions {
+PYPIPE_CUDA_SYMBOLS(PYPIPE_TYPE)
+}
+namespace pypipe::nccl::functions {
+PYPIPE_NCCL_SYMBOLS(PYPIPE_TYPE)
+PYPIPE_NCCL_OPTIONAL_SYMBOLS(PYPIPE_TYPE)
+PYPIPE_NCCL_TEXT_SYMBOLS(PYPIPE_TEXT_TYPE)
+}  // namespace pypipe::nccl::functions
+#undef PYPIPE_TYPE
+#undef PYPIPE_TEXT_TYPE
+
+#pragma GCC visibility push(default)
+extern "C" {
+#define PYPIPE_DECLARE(member, name, parameters) pypipe::cuda::functions::name name;
+PYPIPE_CUDA_SYMBOLS(PYPIPE_DECLARE)
+#undef PYPIPE_DECLARE
+#define PYPIPE_DECLARE(member, name, parameters) pypipe::nccl::functions::name name;
+PYPIPE_NCCL_SYMBOLS(PYPIPE_DECLARE)
+PYPIPE_NCCL_OPTIONAL_SYMBOLS(PYPIPE_DECLARE)
+PYPIPE_NCCL_TEXT_SYMBOLS(PYPIPE_DECLARE)
+#undef PYPIPE_DECLARE
+}
+#pragma GCC visibility pop
