@@ -25,6 +25,10 @@ from pypipe.stage import PipelineStage
 __all__ = ["Schedule1F1B", "ScheduleGPipe"]
 
 
+# Read once: a package that is being reinstalled has none for a moment.
+_VERSION = importlib.metadata.version("pypipe")
+
+
 class _Schedule:
     """What every schedule of one stage per rank is; a subclass names its program.
 
@@ -158,6 +162,7 @@ class _Schedule:
     def close(self) -> None:
         """Leaves the pipeline. Idempotent; also done when the schedule is collected and when Python exits."""
         self._closed = True
+        self._executors, self._execution = {}, None
         if self._connection is not None:
             self._connection.close()
 
@@ -319,7 +324,7 @@ class _Schedule:
     def _card(self) -> Card:
         """What the ranks compare before they connect."""
         return {
-            "version": importlib.metadata.version("pypipe"),
+            "version": _VERSION,
             "stage": self._stage.stage_index,
             "num_stages": self._stage.num_stages,
             "n_microbatches": self._n_microbatches,

@@ -362,6 +362,7 @@ void Hub::close() noexcept {
     peer->socket.reset();
     peer->state = State::left;
   }
+  wake_.reset();
   ring_all();
 }
 

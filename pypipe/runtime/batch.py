@@ -142,8 +142,8 @@ class Batch:
 
     def finish(self) -> None:
         """Walks the graphs behind the batch, after the last microbatch's backward."""
-        pairs = [(entrance.tensor, entrance.leaf.grad) for entrance in self._entrances]
+        gathered = [(entrance.tensor, entrance.leaf.grad) for entrance in self._entrances]
         self._entrances = []
-        pairs = [(tensor, gradient) for tensor, gradient in pairs if gradient is not None]
+        pairs = [(tensor, gradient) for tensor, gradient in gathered if gradient is not None]
         if pairs:
             run_backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])

@@ -65,7 +65,7 @@ class _Waiter:
     """A thread that waits for Works, one after the other, in the order given."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Any, _Completion]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Any, _Completion] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Any) -> _Completion:
@@ -76,14 +76,19 @@ class _Waiter:
         self._jobs.put((work, completion))
         return completion
 
+    def close(self) -> None:
+        """Lets the thread end, as soon as its Work has."""
+        self._jobs.put(None)
+
     def _run(self) -> None:
-        while True:
-            work, completion = self._jobs.get()
+        while (job := self._jobs.get()) is not None:
+            work, completion = job
             try:
                 work.wait()
             except Exception as error:
                 completion.error = error
             completion.done.set()
+            del job, work, completion  # nothing stays alive while there is nothing to do
 
 
 class _Completion:
@@ -123,6 +128,11 @@ class C10dSendPort:
         self._waiter = _Waiter()
         self._pending: deque[_Pending] = deque()
         self._counters = dict.fromkeys(("messages", "bytes", "layouts", "allocations", "slot_bytes"), 0)
+
+    def close(self) -> None:
+        """Ends the port's thread."""
+        self._waiter.close()
+        self._pending.clear()
 
     @property
     def counters(self) -> dict[str, int]:
@@ -216,6 +226,10 @@ class C10dReceivePort:
         self._free: list[Tensor] = []
         self._slot_bytes = -1
         self._counters = dict.fromkeys(("messages", "bytes", "allocations", "alive", "most_alive"), 0)
+
+    def close(self) -> None:
+        """Ends the port's thread."""
+        self._waiter.close()
 
     @property
     def counters(self) -> dict[str, int]:

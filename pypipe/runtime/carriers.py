@@ -93,7 +93,7 @@ class _Shm:
         return CoreReceivePort(core, self._patience)
 
     def close(self) -> None:
-        pass  # the kernel frees the memory with its last mapping
+        self._links = {}  # the kernel frees the memory with its last mapping
 
 
 class _Nccl:
@@ -157,6 +157,7 @@ class _Nccl:
         if self._watchdog is not None:
             with contextlib.suppress(Exception):
                 self._watchdog.close(_core.Patience(self._CLOSING_SECONDS))
+        self._links, self._edges = {}, []
 
 
 class _C10d:
@@ -170,6 +171,7 @@ class _C10d:
         self._hub = hub
         self._device = device
         self._patience = patience
+        self._ports: list[C10dSendPort | C10dReceivePort] = []
 
     def open(self, number: int, link: Link, channels: dict[int, int], *, sends: bool) -> None:
         pass  # the process group is there already
@@ -180,10 +182,16 @@ class _C10d:
         return Route(self._hub, self._world.group, peer, channel, tag, slots, self._device, self._patience)
 
     def send_port(self, link: Link, channel: int, slots: int) -> SendPort:
-        return C10dSendPort(self._route(link.target_rank, channel, slots))
+        port = C10dSendPort(self._route(link.target_rank, channel, slots))
+        self._ports.append(port)
+        return port
 
     def receive_port(self, link: Link, channel: int, slots: int) -> ReceivePort:
-        return C10dReceivePort(self._route(link.source_rank, channel, slots))
+        port = C10dReceivePort(self._route(link.source_rank, channel, slots))
+        self._ports.append(port)
+        return port
 
     def close(self) -> None:
-        pass
+        for port in self._ports:
+            port.close()
+        self._ports = []

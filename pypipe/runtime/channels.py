@@ -7,6 +7,8 @@ the c10d link's.
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -144,6 +146,17 @@ class _Incoming(NamedTuple):
     offsets: tuple[int, ...]
 
 
+def _uses(tensor: Tensor) -> int:
+    """How many tensors share the tensor's storage, and then some, as torch counts them."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+@functools.cache
+def _uses_alone() -> int:
+    # Asking for a storage makes a Python object of it, which some releases count.
+    return _uses(torch.empty(1))
+
+
 class Received:
     """One message: its tree, whose tensors are views of a slot until release().
 
@@ -176,10 +189,15 @@ class Received:
     def is_shared(self) -> bool:
         """Whether somebody else has a tensor on this memory too: a hook that keeps it, a `.grad` that is a view of it.
 
-        Only where the port's storages are apart. Any view or alias shares the storage of what was received.
+        Only where the port's storages are apart. Somebody has the received tensor itself, in Python or in C++, or a
+        view or an alias of it, which shares its storage.
         """
-        uses = (torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) for tensor in self._tensors)
-        return any(count > 1 for count in uses)
+        for tensor in self._tensors:
+            mine = 3  # the list, the loop, getrefcount()
+            count: int = tensor._use_count()  # type: ignore[attr-defined]
+            if sys.getrefcount(tensor) > mine or count > 1 or _uses(tensor) > _uses_alone():
+                return True
+        return False
 
     def release(self) -> None:
         """Gives the slot back. Whoever kept a tensor for a later backward will get autograd's version error."""

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from pypipe import _core
+from pypipe.errors import ConfigurationError
 from pypipe.program import Channel, Kind, Link
-from pypipe.runtime import environment
+from pypipe.runtime import environment, failure
 from pypipe.runtime.carriers import CHOICES, Carrier, carrier_of, make
 from pypipe.runtime.channels import ReceiveChannel, SendChannel
-from pypipe.runtime.rendezvous import Card, Meeting, meet
+from pypipe.runtime.rendezvous import Card, Meeting, meet, refuse
 from pypipe.runtime.world import World
 
 __all__ = ["Connection"]
@@ -49,7 +50,11 @@ class Connection:
         compare: Any,
         timeout: float,
     ) -> None:
-        choice = environment.read("PYPIPE_LINK", CHOICES)
+        try:
+            choice = environment.read("PYPIPE_LINK", CHOICES)
+        except ConfigurationError as error:
+            refuse(world, f"{error}")
+            raise
         card = {**card, "link": choice, "device": device.type}
         links = {channel: links[channel] for channel in sorted(links)}
         peers = {rank for link in links.values() if world.rank in _ends(link) for rank in _ends(link)}
@@ -63,13 +68,18 @@ class Connection:
         self._finalizer = weakref.finalize(self, _close, carriers, self.hub)
         try:
             self._open(meeting, carriers, links, slots, device, timeout)
-        except BaseException:
+        except BaseException as error:
+            public: BaseException = error
+            if isinstance(error, _core.CoreError):
+                public = failure.convert(error, self.hub, world.rank, None, timeout, "the start of the pipeline")
+            failure.report(self.hub, world.rank, None, public, "the start of the pipeline")
             self.close()
-            raise
+            raise public from None
 
     def close(self) -> None:
         """Closes the links, says goodbye to the neighbours and closes the sockets. Idempotent; never raises."""
         self._finalizer()
+        self.senders, self.receivers = {}, {}
 
     def _open(
         self,

@@ -17,12 +17,15 @@ from torch.utils import _pytree as pytree
 from pypipe.errors import InputError
 from pypipe.program import Kind
 from pypipe.runtime.backward import run_backward
-from pypipe.runtime.batch import Batch, Share
+from pypipe.runtime.batch import Batch, ChunkSpecs, Share
 from pypipe.runtime.channels import ReceiveChannel, Received, SendChannel
 
 __all__ = ["StageExecution"]
 
 Loss = Callable[..., Any]
+
+# Between steps.
+_NOTHING = Batch((), {}, None, ChunkSpecs(), 1, first=False, training=False)
 
 
 class StageExecution:
@@ -76,6 +79,7 @@ class StageExecution:
         self._input_gradients: dict[int, list[Tensor | None]] = {}
         self._loss_graphs: dict[int, Tensor] = {}
         self._fresh: list[Tensor] = []
+        self._batch: Batch = _NOTHING
         self.losses: dict[int, Tensor] = {}
         self.results: dict[int, Any] = {}
 
@@ -88,7 +92,7 @@ class StageExecution:
         self._with_loss = with_loss and self._last
         self._loss_kwargs: dict[str, Any] = loss_kwargs or {}
         self.busy_seconds = 0.0
-        if training and self._receive_forward is not None:
+        if training and (self._receive_forward is not None or self._receive_backward is not None):
             self._fresh = [p for p in self._module.parameters() if p.requires_grad and p.grad is None]
             self._fresh += batch.leaves
 
@@ -191,9 +195,9 @@ class StageExecution:
         if roots:
             run_backward(roots, gradients)
         del roots, gradients
+        if self._fresh:
+            self._own_fresh_gradients(inputs, received)
         if inputs is not None:
-            if self._fresh:
-                self._own_fresh_gradients(inputs)
             if self._send_backward is not None:
                 self._input_gradients[microbatch] = [
                     None if leaf.grad is None else _kept(_kept(leaf.grad, inputs), received) for leaf in inputs.leaves
@@ -204,8 +208,8 @@ class StageExecution:
         if received is None:
             return
         if received.is_shared():
-            # Autograd may make a received gradient, or a view of it, somebody's `.grad`, and hooks may keep it. It is
-            # theirs now, with its slot, for which the channel has a spare one; from now on they get copies.
+            # A hook keeps it, or it is the `.grad` of what is no parameter. It is theirs now, with its slot, for which
+            # the channel has a spare one; from now on they get copies.
             self._lent = received
             self._copy_gradients = True
         else:
@@ -220,7 +224,7 @@ class StageExecution:
         """Ends a step, after the last action."""
         if self._training:
             self._batch.finish()
-        del self._batch
+        self._batch = _NOTHING
 
     def _weight(self, microbatch: int, loss: Tensor) -> Tensor:
         """What backward starts from: the microbatch's weight in the batch's loss."""
@@ -233,10 +237,14 @@ class StageExecution:
             found = self._weights[key] = torch.full_like(loss, weight, requires_grad=False)
         return found.clone()  # autograd may make it, or a view of it, somebody's `.grad`
 
-    def _own_fresh_gradients(self, received: Received) -> None:
-        """A backward may hand out a saved activation as some tensor's `.grad`; the slot's memory is only lent."""
+    def _own_fresh_gradients(self, *slots: Received | None) -> None:
+        """Makes a `.grad` that lies in a slot a tensor of its own; the slot's memory is only lent.
+
+        Autograd may make a received gradient, or a view of it, some tensor's first `.grad`, and a backward may hand
+        out a saved activation. Later ones are added to the first.
+        """
         for tensor in self._fresh:
-            if tensor.grad is not None and received.holds(tensor.grad):
+            if tensor.grad is not None and any(slot is not None and slot.holds(tensor.grad) for slot in slots):
                 tensor.grad = tensor.grad.clone()
         self._fresh = [tensor for tensor in self._fresh if tensor.grad is None]
 

@@ -34,7 +34,7 @@ def describe_action(action: Action | None) -> str:
     )
 
 
-def report(hub: _core.Hub, rank: int, action: Action | None, error: BaseException) -> None:
+def report(hub: _core.Hub, rank: int, action: Action | None, error: BaseException, doing: str | None = None) -> None:
     """Makes `error` the first cause, unless there is one, and tells the other ranks."""
     text = "".join(traceback.format_exception(error))
     cause = {
@@ -43,7 +43,7 @@ def report(hub: _core.Hub, rank: int, action: Action | None, error: BaseExceptio
         "stage": action.stage if action else None,
         "action": str(action) if action else None,
         "microbatch": action.microbatch if action else None,
-        "doing": describe_action(action),
+        "doing": doing or describe_action(action),
         "type": type(error).__name__,
         "message": str(error)[:_MOST_TEXT],
         "traceback": text[-_MOST_TEXT:],
@@ -51,9 +51,16 @@ def report(hub: _core.Hub, rank: int, action: Action | None, error: BaseExceptio
     hub.abort(json.dumps(cause))
 
 
-def convert(error: _core.CoreError, hub: _core.Hub, rank: int, action: Action | None, timeout: float) -> PipelineError:
+def convert(
+    error: _core.CoreError,
+    hub: _core.Hub,
+    rank: int,
+    action: Action | None,
+    timeout: float,
+    doing: str | None = None,
+) -> PipelineError:
     """The public error for an error of the core, met while `action` was running."""
-    doing = f"rank {rank}, at {describe_action(action)}"
+    doing = f"rank {rank}, at {doing or describe_action(action)}"
     text = hub.cause()
     if text is not None:
         return from_cause(text, doing)
@@ -81,6 +88,8 @@ def from_cause(text: str, doing: str) -> PipelineError:
             f"{doing}: rank {origin} is gone ({cause.get('how')}; rank {cause.get('seen_by')} saw it first): it was "
             "killed, crashed, or ended without closing its schedule. Look at that process's own output"
         )
+    if kind == "link":
+        return PipelineError(f"{doing}: the link of rank {origin} failed: {cause.get('message')}")
     return RemoteStageError(
         f"{doing}: stopped because rank {origin} failed at {cause.get('doing')}: {cause.get('type')}: "
         f"{cause.get('message')}\n--- traceback of rank {origin} ---\n{cause.get('traceback', '')}",
