@@ -259,8 +259,9 @@ class _Schedule:
             public = failure.convert(error, connection.hub, self._rank, action, self._timeout)
         else:
             doing = failure.describe_action(action) if executor is not None else "the start of the step"
-            error.add_note(f"pypipe: on rank {self._rank}, at {doing}")
-        failure.report(connection.hub, self._rank, action, public)
+            error.add_note(f"pypipe: on rank {self._rank}, stage {self._stage.stage_index}, at {doing}")
+        stage = action.stage if action is not None else self._stage.stage_index
+        failure.report(connection.hub, self._rank, action, public, stage=stage)
         self._failure = f"{type(public).__name__}: {public}"
         if public is not error:
             raise public from None
@@ -276,7 +277,11 @@ class _Schedule:
                 f"{self._failure}"
             )
         if self._connection is None:
-            self._connection = self._connect()
+            try:
+                self._connection = self._connect()
+            except Exception as error:
+                self._failure = f"{type(error).__name__}: {error}"
+                raise
         else:
             cause = self._connection.hub.cause()
             if cause is not None:

@@ -58,13 +58,17 @@ class PipelineStage:
                 f"{where}: stage_index is {stage_index!r}, but with num_stages={num_stages} stages are numbered "
                 f"0..{num_stages - 1}"
             )
+        else:
+            try:
+                self.device = torch.device(device) if device is not None else _device_of(submodule)
+            except (RuntimeError, TypeError) as error:
+                problem = f"{where}, stage {stage_index}: device={device!r} is none ({error}); give torch.device('cpu')"
         if problem:
             refuse(world, problem)
             raise ConfigurationError(problem)
         self.submod = submodule
         self.stage_index = stage_index
         self.num_stages = num_stages
-        self.device = torch.device(device) if device is not None else _device_of(submodule)
         self.group = group
         self.world = world
 

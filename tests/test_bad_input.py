@@ -88,9 +88,7 @@ DISAGREEMENTS = [
 
 
 @pytest.mark.parametrize(("case", "words", "remedy"), DISAGREEMENTS, ids=[row[0] for row in DISAGREEMENTS])
-def test_ranks_that_disagree_all_learn_who_said_what(
-    ranks: RankPool, case: str, words: list[str], remedy: str
-) -> None:
+def test_ranks_that_disagree_all_learn_who_said_what(ranks: RankPool, case: str, words: list[str], remedy: str) -> None:
     everyone = _attempt(ranks, case)
     assert len({seen.text for seen in everyone}) == 1, [seen.text for seen in everyone]
     for seen in everyone:
@@ -141,7 +139,9 @@ def test_a_call_that_cannot_work_is_an_error_on_every_rank(
         here = origin is None or rank == origin
         where = rank if origin is None else origin
         # With a fault on every rank, a rank may hear of another's before it comes to its own.
-        expected = {kind} if origin is not None and here else {kind, "RemoteStageError"} - ({kind} if not here else set())
+        expected = (
+            {kind} if origin is not None and here else {kind, "RemoteStageError"} - ({kind} if not here else set())
+        )
         assert seen.kind in expected, seen
         for word in [*words, remedy]:
             assert word in seen.text, (word, seen.text)

@@ -66,9 +66,7 @@ def test_a_peer_may_close_as_soon_as_it_has_sent_its_last_message(ranks: RankPoo
     _check(ranks, 2, cases.peer_that_leaves_after_its_last_message, timeout=30.0)
 
 
-def test_a_peer_may_destroy_its_process_group_as_soon_as_its_last_step_is_over(
-    ranks: RankPool, tmp_path: Path
-) -> None:
+def test_a_peer_may_destroy_its_process_group_as_soon_as_its_last_step_is_over(ranks: RankPool, tmp_path: Path) -> None:
     _check(ranks, 4, cases.group_that_ends_after_the_last_message, str(tmp_path / "flag"), timeout=40.0)
 
 
@@ -131,7 +129,6 @@ def test_a_deadline_ends_the_wait_for_a_peer_that_is_busy(ranks: RankPool, tmp_p
 
 def test_a_deadline_ends_the_wait_for_bytes_that_the_backend_has_lost(ranks: RankPool) -> None:
     first, last = ranks.run(2, cases.lost_bytes, timeout=30.0)
-    ranks.close()  # the backend of rank 0 waits on
     assert first.startswith("PipelineTimeout: "), first
     assert "rank 1" in first
     assert "rank 0" in first
@@ -140,7 +137,6 @@ def test_a_deadline_ends_the_wait_for_bytes_that_the_backend_has_lost(ranks: Ran
 
 def test_a_failure_elsewhere_ends_the_wait_for_bytes(ranks: RankPool) -> None:
     first, last = ranks.run(2, cases.abort_while_bytes_are_awaited, timeout=30.0)
-    ranks.close()
     assert last.startswith("PipelineError: had enough"), last
     assert first.startswith("RemoteStageError: "), first
     assert "had enough" in first
@@ -149,7 +145,6 @@ def test_a_failure_elsewhere_ends_the_wait_for_bytes(ranks: RankPool) -> None:
 @pytest.mark.parametrize("name", ["irecv", "isend"])
 def test_a_backend_that_fails_is_an_error_of_pypipe_on_every_rank(ranks: RankPool, name: str) -> None:
     first, last = ranks.run(2, cases.broken_backend, name, timeout=30.0)
-    ranks.close()
     assert not first.startswith("not pypipe's"), first
     assert "Connection closed by peer" in first
     assert "rank 1" in first
@@ -159,7 +154,6 @@ def test_a_backend_that_fails_is_an_error_of_pypipe_on_every_rank(ranks: RankPoo
 
 def test_a_backend_that_cannot_send_is_an_error_of_pypipe_on_every_rank(ranks: RankPool) -> None:
     first, last = ranks.run(2, cases.backend_that_raises_at_once, timeout=30.0)
-    ranks.close()
     assert not first.startswith("not pypipe's"), first
     assert "does not support isend" in first
     assert last.startswith("RemoteStageError: "), last
@@ -196,7 +190,20 @@ def namespaces() -> Iterator[list[str]]:
         try:
             for name in names:
                 _ip("netns", "add", name)
-            _ip("link", "add", f"pa{tag}", "netns", names[0], "type", "veth", "peer", "name", f"pb{tag}", "netns", names[1])
+            _ip(
+                "link",
+                "add",
+                f"pa{tag}",
+                "netns",
+                names[0],
+                "type",
+                "veth",
+                "peer",
+                "name",
+                f"pb{tag}",
+                "netns",
+                names[1],
+            )
             for name, link, address in zip(names, (f"pa{tag}", f"pb{tag}"), HOSTS, strict=True):
                 _ip("-n", name, "link", "set", link, "name", "veth0")
                 _ip("-n", name, "addr", "add", f"{address}/24", "dev", "veth0")
@@ -275,8 +282,6 @@ def test_a_master_whose_own_name_is_a_loopback_address_at_home_is_reached_by_the
     hosts = [tmp_path / "hosts0", tmp_path / "hosts1"]
     hosts[0].write_text("127.0.0.1 localhost\n127.0.1.1 pypipe-master\n")
     hosts[1].write_text(f"127.0.0.1 localhost\n{HOSTS[0]} pypipe-master\n")
-    seen = _run_in(
-        namespaces, [0, 1], "pypipe-master", json.dumps([["Schedule1F1B", "mlp", 2, 4, True]]), hosts
-    )
+    seen = _run_in(namespaces, [0, 1], "pypipe-master", json.dumps([["Schedule1F1B", "mlp", 2, 4, True]]), hosts)
     assert [one["differences"] for one in seen] == [[], []]
     assert seen[0]["listening"] == [[HOSTS[0], "0A"]]

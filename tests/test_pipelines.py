@@ -122,9 +122,7 @@ def test_an_incomplete_environment_is_an_error_that_names_what_is_missing(
         pypipe.PipelineStage(torch.nn.Identity(), 0, 2)
 
 
-@pytest.mark.parametrize(
-    "variables", [{"WORLD_SIZE": "two"}, {"RANK": "first"}, {"MASTER_PORT": "none"}]
-)
+@pytest.mark.parametrize("variables", [{"WORLD_SIZE": "two"}, {"RANK": "first"}, {"MASTER_PORT": "none"}])
 def test_an_environment_that_makes_no_sense_is_an_error_of_pypipe(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
 ) -> None:

@@ -23,7 +23,9 @@ def _fresh_ranks_after_a_failure(ranks: RankPool, request: pytest.FixtureRequest
 
 
 def _check(ranks: RankPool, size: int, script: str, *arguments: object) -> None:
-    found = [text for texts in ranks.run(size, swap_scripts.run_both, script, *arguments, timeout=30.0) for text in texts]
+    found = [
+        text for texts in ranks.run(size, swap_scripts.run_both, script, *arguments, timeout=30.0) for text in texts
+    ]
     assert not found, "\n".join(found)
 
 

@@ -21,9 +21,10 @@
 namespace pypipe {
 namespace {
 
-// A peer that fills an inbox beyond this is broken: the sender of a channel waits for credits long before.
+// Of frames that wait to be taken, from one peer. One that sends more is broken: senders wait for credits long before.
 constexpr std::size_t most_frames = 1 << 16;
 constexpr std::size_t most_inbox_bytes = std::size_t{64} << 20;
+constexpr std::size_t most_descriptors = 256;
 constexpr std::chrono::milliseconds farewell{500};  // patience for abort and leave frames
 
 enum class Written { all, nothing, half };
@@ -166,10 +167,14 @@ void Hub::send(int peer, FrameType type, std::uint32_t channel, std::uint64_t va
 std::optional<Frame> Hub::try_take(int peer, FrameType type, std::uint32_t channel) {
   const std::scoped_lock lock(mutex_);
   const auto inbox = inboxes_.find(InboxKey{peer, type, channel});
-  if (inbox == inboxes_.end() || inbox->second.frames.empty()) return std::nullopt;
-  std::optional<Frame> frame(std::move(inbox->second.frames.front()));
-  inbox->second.frames.pop_front();
-  inbox->second.bytes -= frame->payload.size();
+  if (inbox == inboxes_.end() || inbox->second.empty()) return std::nullopt;
+  std::optional<Frame> frame(std::move(inbox->second.front()));
+  inbox->second.pop_front();
+  if (inbox->second.empty()) inboxes_.erase(inbox);
+  Waiting& waiting = peers_.at(peer)->waiting;
+  waiting.frames -= 1;
+  waiting.bytes -= frame->payload.size();
+  waiting.descriptors -= frame->descriptor ? 1 : 0;
   return frame;
 }
 
@@ -341,19 +346,26 @@ void Hub::dispatch(int rank, Peer& peer, Frame frame) {
   }
   {
     const std::scoped_lock lock(mutex_);
-    Inbox& inbox = inboxes_[InboxKey{rank, frame.type, frame.channel}];
-    inbox.bytes += frame.payload.size();
-    if (inbox.frames.size() >= most_frames || inbox.bytes > most_inbox_bytes) {
-      throw Error(Fault::protocol, "an inbox overflows");
+    Waiting& waiting = peer.waiting;
+    waiting.frames += 1;
+    waiting.bytes += frame.payload.size();
+    waiting.descriptors += frame.descriptor ? 1 : 0;
+    if (waiting.frames > most_frames || waiting.bytes > most_inbox_bytes || waiting.descriptors > most_descriptors) {
+      throw Error(Fault::protocol, "it sent frames that nobody asked for");
     }
-    inbox.frames.push_back(std::move(frame));
+    inboxes_[InboxKey{rank, frame.type, frame.channel}].push_back(std::move(frame));
   }
   notify(arrivals_);
 }
 
 void Hub::close() noexcept {
   if (closing_.exchange(true)) return;
-  for (auto& [rank, peer] : peers_) tell(*peer, FrameType::leave, {});
+  const std::optional<std::string> failure = cause();
+  for (auto& [rank, peer] : peers_) {
+    // The hub thread may not have come to passing the cause on; nobody shall hear a goodbye in its place.
+    if (failure) tell(*peer, FrameType::abort, *failure);
+    tell(*peer, FrameType::leave, {});
+  }
   const std::uint64_t one = 1;
   (void)!::write(wake_.get(), &one, sizeof(one));
   if (thread_.joinable()) thread_.join();

@@ -81,18 +81,20 @@ class Hub {
 
  private:
   enum class State { present, left, lost };
+  struct Waiting {
+    std::size_t frames = 0;
+    std::size_t bytes = 0;
+    std::size_t descriptors = 0;
+  };
   struct Peer {
     Fd socket;
+    Waiting waiting;  // in the inboxes; guarded by `mutex_`
     std::mutex writing;
     bool torn = false;  // half a frame was written, and the rest never will be; guarded by `writing`
     FrameReader reader;
     std::atomic<State> state{State::present};
   };
   using InboxKey = std::tuple<int, FrameType, std::uint32_t>;
-  struct Inbox {
-    std::deque<Frame> frames;
-    std::size_t bytes = 0;
-  };
 
   [[nodiscard]] Peer& find(int peer) const;
   void run() noexcept;
@@ -112,7 +114,7 @@ class Hub {
   std::atomic<bool> failed_{false};
   mutable std::mutex mutex_;
   std::string cause_;
-  std::map<InboxKey, Inbox> inboxes_;
+  std::map<InboxKey, std::deque<Frame>> inboxes_;
   std::vector<Doorbell*> bells_;
   Doorbell arrivals_;
 };

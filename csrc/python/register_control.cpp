@@ -51,7 +51,17 @@ void register_control(py::module_& module) {
           arg("descriptor"), "Takes over a connected, authenticated stream socket.")
       .def("start", &Hub::start, Released())
       .def("abort", &Hub::abort, arg("cause"), Released())
-      .def("cause", &Hub::cause, Released())
+      .def("cause",
+           [](const Hub& hub) -> std::optional<py::str> {
+             const std::optional<std::string> cause = [&] {
+               const py::gil_scoped_release released;
+               return hub.cause();
+             }();
+             if (!cause) return std::nullopt;
+             // A peer wrote it: it need not be UTF-8.
+             return py::reinterpret_steal<py::str>(
+                 PyUnicode_DecodeUTF8(cause->data(), static_cast<py::ssize_t>(cause->size()), "replace"));
+           })
       .def("check", &Hub::check, arg("peer"), Released())
       .def("close", &Hub::close, Released())
       .def("abandon", &Hub::abandon)

@@ -53,8 +53,9 @@ class Connection:
         try:
             choice = environment.read("PYPIPE_LINK", CHOICES)
         except ConfigurationError as error:
-            refuse(world, f"{error}")
-            raise
+            problem = f"rank {world.rank}: {error}"
+            refuse(world, problem)
+            raise ConfigurationError(problem) from None
         card = {**card, "link": choice, "device": device.type}
         links = {channel: links[channel] for channel in sorted(links)}
         peers = {rank for link in links.values() if world.rank in _ends(link) for rank in _ends(link)}

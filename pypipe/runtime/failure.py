@@ -34,16 +34,23 @@ def describe_action(action: Action | None) -> str:
     )
 
 
-def report(hub: _core.Hub, rank: int, action: Action | None, error: BaseException, doing: str | None = None) -> None:
+def report(
+    hub: _core.Hub,
+    rank: int,
+    action: Action | None,
+    error: BaseException,
+    doing: str | None = None,
+    stage: int | None = None,
+) -> None:
     """Makes `error` the first cause, unless there is one, and tells the other ranks."""
     text = "".join(traceback.format_exception(error))
     cause = {
         "kind": "error",
         "rank": rank,
-        "stage": action.stage if action else None,
+        "stage": stage,
         "action": str(action) if action else None,
         "microbatch": action.microbatch if action else None,
-        "doing": doing or describe_action(action),
+        "doing": doing or (describe_action(action) if action else "the start or the end of a step"),
         "type": type(error).__name__,
         "message": str(error)[:_MOST_TEXT],
         "traceback": text[-_MOST_TEXT:],

@@ -173,7 +173,8 @@ class Listener:
             if stranger.hello:
                 if not hmac.compare_digest(received, _mac(secret, b"connector", stranger.hello, stranger.nonce)):
                     return False
-                return stranger.connection.send(b"\x01") == 1
+                # Another connection of this rank may have been faster.
+                return stranger.rank in expected and stranger.connection.send(b"\x01") == 1
             _, rank, me, _ = _HELLO.unpack(received)
             if me != self._rank or rank not in expected:
                 return False
@@ -184,9 +185,13 @@ class Listener:
             return False
 
 
-def _receive(connection: socket.socket, size: int) -> bytes:
+def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
     data = b""
     while len(data) < size:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the other end answers too slowly")
+        connection.settimeout(left)
         part = connection.recv(size - len(data))
         if not part:
             raise ConnectionError("the connection was closed in mid-handshake")
@@ -211,12 +216,12 @@ def connect(rank: int, peer: int, address: Address, secret: bytes, deadline: flo
             connection.connect("\0" + address if isinstance(address, str) else address)
             hello = _HELLO.pack(_MAGIC, rank, peer, secrets.token_bytes(_NONCE))
             connection.sendall(hello)
-            answer = _receive(connection, _NONCE + _MAC)
+            answer = _receive(connection, _NONCE + _MAC, deadline)
             nonce, proof = answer[:_NONCE], answer[_NONCE:]
             if not hmac.compare_digest(proof, _mac(secret, b"acceptor", hello, nonce)):
                 raise ConnectionError(f"whoever listens at {address} does not know this pipeline's secret")
             connection.sendall(_mac(secret, b"connector", hello, nonce))
-            _receive(connection, 1)
+            _receive(connection, 1, deadline)
             return _prepare(connection)
         except OSError as error:
             connection.close()

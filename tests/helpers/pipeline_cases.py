@@ -28,7 +28,9 @@ TIMEOUT = 30.0
 class Trainee:
     """A model trained twice, through a pipeline and without one, batch by batch."""
 
-    def __init__(self, name: str, rank: int, size: int, group: Any, schedule: str, n_microbatches: int, seed: int) -> None:
+    def __init__(
+        self, name: str, rank: int, size: int, group: Any, schedule: str, n_microbatches: int, seed: int
+    ) -> None:
         modules, self.make_batch, self.loss_fn = make(name, size, seed)
         self.rank, self.size, self.seed = rank, size, seed
         self.reference = twins(modules)
@@ -446,6 +448,8 @@ if __name__ == "__main__":
     # A process group may come later, for other things.
     if "--then-group" in sys.argv:
         dist.init_process_group("gloo")
-        differences += transparency.compare(dist.get_rank(), dist.get_world_size(), None, "ScheduleGPipe", "mlp", 2, 4, True)
+        differences += transparency.compare(
+            dist.get_rank(), dist.get_world_size(), None, "ScheduleGPipe", "mlp", 2, 4, True
+        )
         dist.destroy_process_group()
     print("\n".join(differences) or "equal", flush=True)

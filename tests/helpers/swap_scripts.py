@@ -296,9 +296,7 @@ def more_arguments_of_the_loss(lib: ModuleType, rank: int, size: int, group: Any
     if rank == 0:
         schedule.step(_data(1, ROWS, WIDTH))
     elif rank == size - 1:
-        schedule.step(
-            target=_data(2, ROWS, WIDTH), losses=losses, loss_kwargs={"power": 4, "factor": 0.5}
-        )
+        schedule.step(target=_data(2, ROWS, WIDTH), losses=losses, loss_kwargs={"power": 4, "factor": 0.5})
     else:
         schedule.step()
     return {"losses": losses, "gradients": _gradients(module)}
