@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "ConfigurationError",
     "InputError",
@@ -69,3 +71,15 @@ class RemoteStageError(PipelineError):
         self.action = action
         self.microbatch = microbatch
         self.remote_traceback = remote_traceback
+
+    def __reduce__(self) -> Any:
+        parts = (str(self), self.rank, self.stage, self.action, self.microbatch, self.remote_traceback)
+        return _remote_stage_error, parts
+
+
+def _remote_stage_error(
+    message: str, rank: int, stage: int | None, action: str | None, microbatch: int | None, text: str
+) -> RemoteStageError:
+    return RemoteStageError(
+        message, rank=rank, stage=stage, action=action, microbatch=microbatch, remote_traceback=text
+    )

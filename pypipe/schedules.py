@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pypipe import _core
-from pypipe.errors import ConfigurationError, InputError, PipelineError
+from pypipe.errors import ConfigurationError, InputError, PipelineError, PipelineTimeout
 from pypipe.program import Channel, Kind, Program, Verified, build, lower, verify
 from pypipe.runtime import failure
 from pypipe.runtime.batch import Batch, ChunkSpecs
@@ -81,6 +81,7 @@ class _Schedule:
         self._executors: dict[bool, Executor] = {}
         self._execution: StageExecution | None = None
         self._failure: str | None = None
+        self._running = False
         self._closed = False
         self.busy_seconds = 0.0
         """Seconds that this rank spent in forwards and backwards during the last step() or eval()."""
@@ -188,6 +189,7 @@ class _Schedule:
         execution, executor = self._execution, self._executors[training]
         assert execution is not None
         started = False
+        self._running = True
         try:
             self._check_call(target, losses, training)
             batch = Batch(
@@ -218,6 +220,7 @@ class _Schedule:
             self._fail(error, connection, executor if started else None)
             raise
         finally:
+            self._running = False
             execution.reset()
         self.busy_seconds = execution.busy_seconds
         self.step_seconds = time.perf_counter() - start
@@ -255,20 +258,27 @@ class _Schedule:
         """Tells every rank, refuses further steps, and raises the public error in place of the core's."""
         action = executor.action if executor is not None else None
         public: BaseException = error
-        if isinstance(error, _core.CoreError):
+        if type(error) is PipelineTimeout:
+            public = PipelineTimeout(f"rank {self._rank}, at {failure.describe_action(action)}: {error}")
+        elif isinstance(error, _core.CoreError):
             public = failure.convert(error, connection.hub, self._rank, action, self._timeout)
         else:
             doing = failure.describe_action(action) if executor is not None else "the start of the step"
             error.add_note(f"pypipe: on rank {self._rank}, stage {self._stage.stage_index}, at {doing}")
         stage = action.stage if action is not None else self._stage.stage_index
         failure.report(connection.hub, self._rank, action, public, stage=stage)
-        self._failure = f"{type(public).__name__}: {public}"
+        self._failure = failure.text_of(public)
         if public is not error:
             raise public from None
 
     def _ready(self) -> Connection:
         """The connection, made at the first call."""
         where = f"rank {self._rank}, stage {self._stage.stage_index}"
+        if self._running:
+            raise PipelineError(
+                f"{where}: step() or eval() of this schedule is already running, and cannot be called inside it; "
+                "build a second schedule for what runs within the first"
+            )
         if self._closed:
             raise PipelineError(f"{where}: this schedule is closed: build a new one, on every rank")
         if self._failure is not None:
@@ -280,14 +290,14 @@ class _Schedule:
             try:
                 self._connection = self._connect()
             except Exception as error:
-                self._failure = f"{type(error).__name__}: {error}"
+                self._failure = failure.text_of(error)
                 raise
         else:
             cause = self._connection.hub.cause()
             if cause is not None:
-                error = failure.from_cause(cause, f"{where}, between steps")
-                self._failure = f"{type(error).__name__}: {error}"
-                raise error
+                earlier = failure.from_cause(cause, f"{where}, between steps")
+                self._failure = failure.text_of(earlier)
+                raise earlier
         return self._connection
 
     def _connect(self) -> Connection:

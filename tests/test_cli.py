@@ -70,9 +70,7 @@ def test_the_command_line_is_read_without_importing_torch(tmp_path: Path) -> Non
 def test_bad_input_is_answered_by_one_line_with_the_remedy(
     arguments: list[str], remedy: str, mode: list[str], tmp_path: Path
 ) -> None:
-    (tmp_path / "short.txt").write_text(
-        "x" * 64
-    )  # one short of the default context and the character after it
+    (tmp_path / "short.txt").write_text("x" * 64)  # one short of the default context and the character after it
     (tmp_path / "empty.txt").touch()
     (tmp_path / "binary.txt").write_bytes(b"text\xff\xfe" + bytes(200))
     result = run("demo", *arguments, *mode, cwd=tmp_path)

@@ -102,9 +102,7 @@ def test_ranks_that_end_well_are_heard_to_the_end(tmp_path: Path, launched: list
     assert sorted(output.splitlines()) == [f"{rank} last words" for rank in range(3)]
 
 
-def test_a_rank_that_raises_ends_all_and_its_traceback_is_shown_once(
-    tmp_path: Path, launched: list[Launch]
-) -> None:
+def test_a_rank_that_raises_ends_all_and_its_traceback_is_shown_once(tmp_path: Path, launched: list[Launch]) -> None:
     launched.append(Launch("raise ValueError('no such thing') if rank == 1 else wait_for_ever()", tmp_path))
     pids = launched[0].pids()
     code, errors = launched[0].end()
@@ -131,9 +129,7 @@ def test_of_two_ranks_that_raise_the_first_is_named(tmp_path: Path, launched: li
     assert "a consequence" not in errors
 
 
-@pytest.mark.parametrize(
-    "deed", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(3)"], ids=["killed", "exits"]
-)
+@pytest.mark.parametrize("deed", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(3)"], ids=["killed", "exits"])
 def test_a_rank_that_dies_is_named_though_its_peers_complain_of_it(
     deed: str, tmp_path: Path, launched: list[Launch]
 ) -> None:
@@ -146,9 +142,7 @@ def test_a_rank_that_dies_is_named_though_its_peers_complain_of_it(
     pids = launched[0].pids()
     code, errors = launched[0].end()
     assert code == 1
-    assert errors.startswith(
-        "rank 0 was killed by SIGKILL" if "kill" in deed else "rank 0 ended without an error"
-    )
+    assert errors.startswith("rank 0 was killed by SIGKILL" if "kill" in deed else "rank 0 ended without an error")
     assert "Traceback" not in errors
     assert all(gone(pid) for pid in pids.values())
 

@@ -71,9 +71,7 @@ pytestmark = [
 
 def tool(name: str) -> str:
     """A program of the test extra: beside this Python, or else on the path."""
-    found = shutil.which(
-        name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    )
+    found = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
     assert found, f"{name} is missing: pip install '.[test]'"
     return found
 
@@ -81,13 +79,9 @@ def tool(name: str) -> str:
 def run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
     """Runs a command; fails the test with all that it said unless it succeeds."""
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout, env=ENVIRONMENT, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=ENVIRONMENT, check=False)
     except subprocess.TimeoutExpired as late:
-        said = "".join(
-            part.decode(errors="replace") for part in (late.stdout, late.stderr) if isinstance(part, bytes)
-        )
+        said = "".join(part.decode(errors="replace") for part in (late.stdout, late.stderr) if isinstance(part, bytes))
         pytest.fail(f"{' '.join(command)}: still running after {timeout} s\n{said}", pytrace=False)
     said = done.stdout + done.stderr
     if done.returncode != 0:

@@ -17,9 +17,7 @@ def _check(ranks: RankPool, size: int, cases: list[tuple[str, str, int, int, boo
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("model", ["mlp", "gpt", "mixed", "identities"])
-def test_pipelined_training_equals_unpipelined_training(
-    ranks: RankPool, schedule: str, size: int, model: str
-) -> None:
+def test_pipelined_training_equals_unpipelined_training(ranks: RankPool, schedule: str, size: int, model: str) -> None:
     cases = []
     for n_microbatches in sorted({1, 2, 3, size, 2 * size, 2 * size + 1}):
         # A batch that M divides, and one that it does not; the smallest possible one too.
@@ -30,7 +28,5 @@ def test_pipelined_training_equals_unpipelined_training(
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("size", [1, 3])
-def test_without_scaling_gradients_are_plain_sums_over_microbatches(
-    ranks: RankPool, schedule: str, size: int
-) -> None:
+def test_without_scaling_gradients_are_plain_sums_over_microbatches(ranks: RankPool, schedule: str, size: int) -> None:
     _check(ranks, size, [(schedule, "mlp", 4, 10, False), (schedule, "gpt", 3, 9, False)])

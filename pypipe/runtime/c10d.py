@@ -9,11 +9,14 @@ the control socket, its deadline and Ctrl-C. That thread is abandoned when the p
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import json
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,13 +25,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pypipe import _core
-from pypipe.errors import LayoutError, PipelineTimeout
+from pypipe.errors import LayoutError, PipelineError, PipelineTimeout
 from pypipe.runtime.channels import Tag
 from pypipe.runtime.trees import TensorSpec
 
 __all__ = ["C10dReceivePort", "C10dSendPort", "Route"]
 
 _SLICE_SECONDS = 0.05
+_CLOSING_SECONDS = 1.0
+_FOR_EVER = datetime.timedelta(days=365)
 
 
 @dataclass(frozen=True)
@@ -68,25 +73,30 @@ class _Waiter:
         self._jobs: queue.SimpleQueue[tuple[Any, _Completion] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(self, work: Any) -> _Completion:
+    def submit(self, work: Any, route: Route | None = None) -> _Completion:
+        """Waits for a Work. With `route`, its failure fails the pipeline: nobody may be waiting for it."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="pypipe-c10d", daemon=True)
             self._thread.start()
         completion = _Completion()
+        completion.route = route
         self._jobs.put((work, completion))
         return completion
 
     def close(self) -> None:
-        """Lets the thread end, as soon as its Work has."""
+        """Ends the thread, unless its Work does not."""
         self._jobs.put(None)
+        if self._thread is not None:
+            self._thread.join(_CLOSING_SECONDS)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             work, completion = job
             try:
-                work.wait()
+                # Not the group's own timeout: when that passes, the backend closes its connections for everybody.
+                work.wait(_FOR_EVER)
             except Exception as error:
-                completion.error = error
+                completion.fail(error)
             completion.done.set()
             del job, work, completion  # nothing stays alive while there is nothing to do
 
@@ -95,17 +105,43 @@ class _Completion:
     def __init__(self) -> None:
         self.done = threading.Event()
         self.error: Exception | None = None
+        self.route: Route | None = None
+
+    def fail(self, error: Exception) -> None:
+        """Notes the error."""
+        self.error = error
+        if self.route is not None:
+            hub = self.route.hub
+            with contextlib.suppress(_core.CoreError):
+                hub.check(self.route.peer)  # what the hub knows of the peer says more
+                text = f"sending to rank {self.route.peer} through torch.distributed failed: {error}"
+                hub.abort(json.dumps({"kind": "link", "rank": hub.rank, "message": text[:10_000]}))
 
     def wait(self, route: Route, what: str) -> None:
         """Waits, and raises what the hub knows rather than what the backend says where both fail."""
         deadline = time.monotonic() + route.patience.timeout
         while not self.done.wait(_SLICE_SECONDS):
-            route.hub.check(route.peer)
+            try:
+                route.hub.check(route.peer)
+            except _core.CoreError as error:
+                if error.fault != "peer_gone":
+                    raise
+                # It left in good order, so its bytes are under way.
             if time.monotonic() >= deadline:
                 raise PipelineTimeout(f"{what} rank {route.peer} did not end in {route.patience.timeout:g} s")
         if self.error is not None:
             route.hub.check(route.peer)
-            raise self.error
+            raise PipelineError(
+                f"{what} rank {route.peer} through torch.distributed failed: {self.error}"
+            ) from self.error
+
+
+@contextlib.contextmanager
+def _as_pipeline_error(what: str, route: Route) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise PipelineError(f"{what} rank {route.peer} through torch.distributed failed: {error}") from error
 
 
 class _Layout(NamedTuple):
@@ -130,7 +166,10 @@ class C10dSendPort:
         self._counters = dict.fromkeys(("messages", "bytes", "layouts", "allocations", "slot_bytes"), 0)
 
     def close(self) -> None:
-        """Ends the port's thread."""
+        """Waits for what is under way, unless the pipeline has failed, and ends the port's thread."""
+        with contextlib.suppress(Exception):
+            while self._pending and self._route.hub.cause() is None:
+                self._pending.popleft().completion.wait(self._route, "sending to")
         self._waiter.close()
         self._pending.clear()
 
@@ -155,6 +194,9 @@ class C10dSendPort:
                     f"this stage runs on {route.device}, but its output has a tensor on {tensor.device}: "
                     "give PipelineStage the device that the module really uses"
                 )
+        for pending in self._pending:
+            if pending.completion.error is not None:
+                pending.completion.wait(route, "sending to")
         buffer = self._buffer(layout.bytes)
         for tensor, offset in zip(tensors, layout.offsets, strict=True):
             if tensor.numel():
@@ -165,8 +207,9 @@ class C10dSendPort:
         )
         route.hub.send_envelope(route.peer, envelope, route.channel, route.patience)
         if layout.bytes:
-            work = dist.isend(buffer[: layout.bytes], route.global_peer, route.group, route.tag)
-            self._pending.append(_Pending(self._waiter.submit(work), buffer))
+            with _as_pipeline_error("sending to", route):
+                work = dist.isend(buffer[: layout.bytes], route.global_peer, route.group, route.tag)
+            self._pending.append(_Pending(self._waiter.submit(work, route), buffer))
         self._counters["messages"] += 1
         self._counters["bytes"] += layout.bytes
 
@@ -246,7 +289,8 @@ class C10dReceivePort:
             self._grow(envelope.bytes)
         slot = _Slot(envelope, self._free.pop())
         if envelope.bytes:
-            work = dist.irecv(slot.buffer[: envelope.bytes], route.global_peer, route.group, route.tag)
+            with _as_pipeline_error("receiving from", route):
+                work = dist.irecv(slot.buffer[: envelope.bytes], route.global_peer, route.group, route.tag)
             self._waiter.submit(work).wait(route, "receiving from")
         counters = self._counters
         counters["messages"] += 1

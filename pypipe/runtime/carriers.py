@@ -160,6 +160,10 @@ class _Nccl:
         self._links, self._edges = {}, []
 
 
+# Far from the tags that a trainer uses for messages of its own in the same group.
+_FIRST_TAG = 1 << 29
+
+
 class _C10d:
     def __init__(self, world: Any, hub: _core.Hub, device: torch.device, patience: _core.Patience) -> None:
         if world.group is None:
@@ -178,7 +182,7 @@ class _C10d:
 
     def _route(self, peer: int, channel: int, slots: int) -> Route:
         # Meetings of one set of ranks are numbered alike on all of them; channels of one program are few.
-        tag = (self._world.meetings() * 4096 + channel) % (1 << 30)
+        tag = _FIRST_TAG + (self._world.meetings() * 4096 + channel) % (1 << 29)
         return Route(self._hub, self._world.group, peer, channel, tag, slots, self._device, self._patience)
 
     def send_port(self, link: Link, channel: int, slots: int) -> SendPort:

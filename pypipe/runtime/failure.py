@@ -14,9 +14,9 @@ from pypipe import _core
 from pypipe.errors import MismatchError, PeerLost, PipelineError, PipelineTimeout, RemoteStageError
 from pypipe.program import Action, Kind
 
-__all__ = ["convert", "describe_action", "report"]
+__all__ = ["convert", "describe_action", "from_cause", "report", "text_of"]
 
-_MOST_TEXT = 32_000  # characters of a traceback that travel
+_MOST_TEXT = 10_000  # characters of a traceback that travel; as JSON each may take 12 bytes, two make one frame
 _VERBS = {
     Kind.F: "forward",
     Kind.B: "backward",
@@ -34,6 +34,14 @@ def describe_action(action: Action | None) -> str:
     )
 
 
+def text_of(error: BaseException) -> str:
+    """Type and message in one line; an exception may fail to print itself."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return f"a {type(error).__name__} that cannot be printed"
+
+
 def report(
     hub: _core.Hub,
     rank: int,
@@ -43,17 +51,22 @@ def report(
     stage: int | None = None,
 ) -> None:
     """Makes `error` the first cause, unless there is one, and tells the other ranks."""
-    text = "".join(traceback.format_exception(error))
+    try:
+        text = "".join(traceback.format_exception(error))
+        message = str(error)
+    except Exception:  # an exception may fail to print itself
+        message = f"a {type(error).__name__} that cannot be printed"
+        text = "Traceback (most recent call last):\n" + "".join(traceback.format_tb(error.__traceback__)) + message
     cause = {
         "kind": "error",
         "rank": rank,
-        "stage": stage,
+        "stage": stage if action is None else action.stage,
         "action": str(action) if action else None,
         "microbatch": action.microbatch if action else None,
         "doing": doing or (describe_action(action) if action else "the start or the end of a step"),
         "type": type(error).__name__,
-        "message": str(error)[:_MOST_TEXT],
-        "traceback": text[-_MOST_TEXT:],
+        "message": message[:_MOST_TEXT],
+        "traceback": text if len(text) <= _MOST_TEXT else f"{text[: _MOST_TEXT // 2]}\n...\n{text[-_MOST_TEXT // 2 :]}",
     }
     hub.abort(json.dumps(cause))
 
@@ -96,7 +109,9 @@ def from_cause(text: str, doing: str) -> PipelineError:
             "killed, crashed, or ended without closing its schedule. Look at that process's own output"
         )
     if kind == "link":
-        return PipelineError(f"{doing}: the link of rank {origin} failed: {cause.get('message')}")
+        message = f"{doing}: the link of rank {origin} failed: {cause.get('message')}"
+        own = doing.startswith(f"rank {origin},")
+        return PipelineError(message) if own else RemoteStageError(message, rank=origin)
     return RemoteStageError(
         f"{doing}: stopped because rank {origin} failed at {cause.get('doing')}: {cause.get('type')}: "
         f"{cause.get('message')}\n--- traceback of rank {origin} ---\n{cause.get('traceback', '')}",

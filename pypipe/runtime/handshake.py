@@ -21,6 +21,7 @@ import selectors
 import socket
 import struct
 import time
+from collections.abc import Callable
 
 from pypipe.errors import PipelineTimeout
 
@@ -96,13 +97,16 @@ class Listener:
         """Stops listening."""
         self._socket.close()
 
-    def accept(self, expected: set[int], secret: bytes, deadline: float) -> dict[int, socket.socket]:
+    def accept(
+        self, expected: set[int], secret: bytes, deadline: float, check: Callable[[], None] = lambda: None
+    ) -> dict[int, socket.socket]:
         """Waits until every expected rank has connected and proven itself.
 
         Args:
             expected: the ranks.
             secret: what they must know.
             deadline: on time.monotonic()'s clock.
+            check: called now and then while nobody comes; may raise.
 
         Raises:
             PipelineTimeout: some did not come in time; the message names them.
@@ -125,7 +129,10 @@ class Listener:
                         raise PipelineTimeout(f"rank {self._rank} waited in vain for a connection from rank {missing}")
                     for late in [s for s in strangers.values() if now >= s.deadline]:
                         drop(late)
-                    for key, _ in selector.select(min(0.1, deadline - now)):
+                    ready = selector.select(min(0.1, deadline - now))
+                    if not ready:
+                        check()
+                    for key, _ in ready:
                         if key.fileobj is self._socket:
                             with contextlib.suppress(OSError):
                                 connection, _ = self._socket.accept()

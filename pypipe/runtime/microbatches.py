@@ -136,7 +136,10 @@ def _broadcast(spec: Any, tree: Any, path: str) -> list[Any]:
             for i, (part, value) in enumerate(zip(spec, tree, strict=True))
             for leaf in _broadcast(part, value, f"{path}[{i}]")
         ]
-    raise InputError(f"the chunk spec {spec!r} does not fit {path}, a {type(tree).__name__}")
+    raise InputError(
+        f"the chunk spec {spec!r} does not fit {path}, a {type(tree).__name__}: use TensorChunkSpec(dim), Replicate() "
+        "or None, nested as the arguments are"
+    )
 
 
 def length(tree: Any, spec: Any, name: str) -> int:
@@ -241,6 +244,9 @@ def merge(outputs: Sequence[Any], spec: Any) -> Any:
                 f"the outputs of microbatches 0 and {microbatch} differ in structure ({structure} and {other}), so "
                 "they cannot be merged: pass return_outputs=False and use the losses"
             )
+    if isinstance(outputs[0], Tensor) and isinstance(spec, (tuple, list)) and len(spec) == 1:
+        # torch's classes treat one tensor as a tuple of one, and return it as one where the spec is one.
+        return (merge(outputs, spec[0]),)
     specs = _broadcast_merge(spec, outputs[0])
     columns = zip(*(values for values, _ in flat), strict=True)
     merged = [_merge_leaf(list(column), its_spec) for column, its_spec in zip(columns, specs, strict=True)]
@@ -257,8 +263,6 @@ def _broadcast_merge(spec: Any, output: Any) -> list[Any]:
         return [leaf for key in output for leaf in _broadcast_merge(spec.get(key), output[key])]
     if isinstance(output, (tuple, list)) and isinstance(spec, (tuple, list)) and len(spec) == len(output):
         return [leaf for part, value in zip(spec, output, strict=True) for leaf in _broadcast_merge(part, value)]
-    if isinstance(spec, (tuple, list)) and len(spec) == 1 and isinstance(output, Tensor):
-        return list(spec)  # torch's classes take a tuple also for a stage that returns one tensor
     return _broadcast(spec, output, "the output")
 
 

@@ -6,10 +6,14 @@ that every rank raises the same error, and none is left waiting.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import ipaddress
 import json
 import os
 import secrets
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +29,7 @@ __all__ = ["Card", "Meeting", "meet", "read_all", "refuse"]
 
 Card = dict[str, Any]
 
+_SIOCGIFADDR = 0x8915  # linux/sockios.h: an interface's IPv4 address
 _FIRST_POLL_SECONDS = 0.001
 _LONGEST_POLL_SECONDS = 0.05
 
@@ -44,22 +49,26 @@ def refuse(world: World, reason: str) -> None:
         world.store.set(f"{world.next_meeting()}/refused", json.dumps({"rank": world.rank, "reason": reason}))
 
 
+def _check_refused(world: World, prefix: str) -> None:
+    key = f"{prefix}/refused"
+    if world.store.check([key]):
+        refusal = json.loads(world.store.get(key))
+        raise ConfigurationError(
+            f"rank {refusal['rank']} could not build its part of the pipeline: {refusal['reason']}"
+        )
+
+
 def read_all(world: World, prefix: str, keys: Mapping[int, str], deadline: float) -> dict[int, str]:
     """The values of these keys (by rank), as soon as each is there."""
     values: dict[int, str] = {}
     pause = _FIRST_POLL_SECONDS
-    refused = f"{prefix}/refused"
     while True:
         for rank, key in keys.items():
             if rank not in values and world.store.check([key]):
                 values[rank] = world.store.get(key).decode()
         if len(values) == len(keys):
             return values
-        if world.store.check([refused]):
-            refusal = json.loads(world.store.get(refused))
-            raise ConfigurationError(
-                f"rank {refusal['rank']} could not build its part of the pipeline: {refusal['reason']}"
-            )
+        _check_refused(world, prefix)
         if time.monotonic() >= deadline:
             missing = ", ".join(str(rank) for rank in keys if rank not in values)
             raise PipelineTimeout(
@@ -79,13 +88,24 @@ def _listening_address() -> str:
     if master:
         # Connecting a datagram socket sends nothing: it only asks the routing table.
         for family, kind, protocol, _, where in socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM):
-            try:
-                with socket.socket(family, kind, protocol) as probe:
-                    probe.connect(where)
-                    return str(probe.getsockname()[0])
-            except OSError:
-                continue
-    return socket.gethostbyname(socket.gethostname())
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.connect(where)
+                address = str(probe.getsockname()[0])
+                if address == master or not ipaddress.ip_address(address).is_loopback:
+                    return address
+    # The master's own name may mean a loopback address to itself, which is of no use to others. Then the way that a
+    # default route would take (to nobody: RFC 5737), or else the first interface that has an address.
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))
+        return str(probe.getsockname()[0])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                request = struct.pack("256s", name.encode())
+                address = socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+                if not ipaddress.ip_address(address).is_loopback:
+                    return address
+    return "127.0.0.1"
 
 
 def meet(
@@ -129,9 +149,22 @@ def meet(
             _connect(world, prefix, cards, peers, secret, hub, deadline)
         hub.start()
         return Meeting(cards, hub, prefix)
-    except BaseException:
+    except BaseException as error:
         hub.close()
+        if world.store is not None and not isinstance(error, PipelineTimeout):
+            with contextlib.suppress(Exception):
+                world.store.set(f"{prefix}/refused", json.dumps({"rank": world.rank, "reason": str(error)}))
         raise
+
+
+def _listen(rank: int, kind: str) -> Listener:
+    try:
+        return Listener(rank, "unix" if kind == "unix" else _listening_address())
+    except OSError as error:
+        raise ConfigurationError(
+            f"rank {rank} cannot listen for ranks on other hosts ({error}): give PYPIPE_ADDRESS an address of this "
+            "host that they reach"
+        ) from error
 
 
 def _connect(
@@ -148,11 +181,15 @@ def _connect(
     above = {peer for peer in peers if peer > me}
     near = {peer for peer in above if cards[peer]["host"] == host}
     listeners: list[tuple[Listener, set[int]]] = []
+
+    def refused() -> None:
+        _check_refused(world, prefix)
+
     try:
         # One listener for each way in which peers come; the key tells a peer which is meant for it.
         for kind, expected in (("unix", near), ("tcp", above - near)):
             if expected:
-                listener = Listener(me, "unix" if kind == "unix" else _listening_address())
+                listener = _listen(me, kind)
                 listeners.append((listener, expected))
                 world.store.set(f"{prefix}/{kind}/{me}", json.dumps(listener.address))
         for peer in (peer for peer in peers if peer < me):
@@ -161,7 +198,7 @@ def _connect(
             address: Address = where if isinstance(where, str) else (str(where[0]), int(where[1]))
             hub.add_peer(peer, connect(me, peer, address, secret, deadline).detach())
         for listener, expected in listeners:
-            for peer, connection in listener.accept(expected, secret, deadline).items():
+            for peer, connection in listener.accept(expected, secret, deadline, refused).items():
                 hub.add_peer(peer, connection.detach())
     finally:
         for listener, _ in listeners:

@@ -63,7 +63,7 @@ def find_world(group: Any = None) -> World:
         name = f"ranks-{text}" if len(text) < 64 else f"ranks-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
         store = dist.distributed_c10d._get_default_store() if len(members) > 1 else None
         return World(rank, len(members), store, group if group is not None else dist.group.WORLD, name)
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    size = _number("WORLD_SIZE", 1)
     if size == 1:
         return World(0, 1, None, None, "alone")
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -72,10 +72,22 @@ def find_world(group: Any = None) -> World:
             f"WORLD_SIZE is {size}, but {', '.join(missing)} is not set: start the script with torchrun, or call "
             "torch.distributed.init_process_group() first"
         )
+    rank = _number("RANK", 0)
+    _number("MASTER_PORT", 0)
+    if not 0 <= rank < size:
+        raise ConfigurationError(f"RANK is {rank}, but WORLD_SIZE is {size}: ranks are 0..{size - 1}")
     global _environment_store
     if _environment_store is None:
         _environment_store = next(dist.rendezvous("env://"))[0]  # type: ignore[attr-defined]
-    return World(int(os.environ["RANK"]), size, _environment_store, None, "environment")
+    return World(rank, size, _environment_store, None, "environment")
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigurationError(f"{name}={text!r} is no number: start the script with torchrun, or unset it") from None
 
 
 def host_identity() -> str:

@@ -124,7 +124,9 @@ def _identities(stages: int) -> tuple[list[nn.Module], Callable[[int], tuple[Any
 MODELS = {"mlp": _mlp, "gpt": _gpt, "mixed": _mixed, "identities": _identities}
 
 
-def make(name: str, stages: int, seed: int = 0) -> tuple[list[nn.Module], Callable[[int], tuple[Any, Any]], Callable[..., Tensor]]:
+def make(
+    name: str, stages: int, seed: int = 0
+) -> tuple[list[nn.Module], Callable[[int], tuple[Any, Any]], Callable[..., Tensor]]:
     """The stages of a model in float64, a function that makes a batch of some rows, and the loss function."""
     torch.manual_seed(seed)
     modules, batch, loss = MODELS[name](stages)

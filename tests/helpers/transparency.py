@@ -21,7 +21,9 @@ def difference(a: Tensor | None, b: Tensor | None) -> float:
         return float("inf")
     if a.numel() == 0:
         return 0.0
-    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-300)) if b.is_floating_point() else float((a != b).any())
+    return (
+        float((a - b).abs().max() / b.abs().max().clamp_min(1e-300)) if b.is_floating_point() else float((a != b).any())
+    )
 
 
 def optimizer(module: nn.Module) -> Any:
@@ -57,7 +59,9 @@ def compare(
         losses: list[Tensor] = []
         output = schedule.step(x, target=y, losses=losses)
         expected = unpipelined(reference, x)
-        chunks = list(zip(torch.tensor_split(expected, n_microbatches), torch.tensor_split(y, n_microbatches), strict=True))
+        chunks = list(
+            zip(torch.tensor_split(expected, n_microbatches), torch.tensor_split(y, n_microbatches), strict=True)
+        )
         if scale_grads:
             loss_fn(expected, y).backward()
         else:
@@ -90,6 +94,4 @@ def compare(
 
 def compare_many(rank: int, size: int, group: Any, cases: list[tuple[str, str, int, int, bool]]) -> list[str]:
     """Several cases in one call."""
-    return [
-        f"{case}: {text}" for case in cases for text in compare(rank, size, group, *case)
-    ]
+    return [f"{case}: {text}" for case in cases for text in compare(rank, size, group, *case)]

@@ -38,13 +38,9 @@ def test_every_action_survives_its_text_form_and_pickling(action: Action) -> Non
     assert hash(copy) == hash(action)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "F", "2F", "F0", "2X0", "2f0", "-1F0", "2F-1", "2 F0", "2SEND0", "2F0,", "2F1.0"]
-)
+@pytest.mark.parametrize("text", ["", "F", "2F", "F0", "2X0", "2f0", "-1F0", "2F-1", "2 F0", "2SEND0", "2F0,", "2F1.0"])
 def test_a_text_that_is_no_action_is_refused_with_the_form_to_use(text: str) -> None:
-    with pytest.raises(
-        ValueError, match=r"is no action: write stage, kind and microbatch, such as 2F0"
-    ) as error:
+    with pytest.raises(ValueError, match=r"is no action: write stage, kind and microbatch, such as 2F0") as error:
         Action.parse(text)
     assert repr(text) in str(error.value)
 

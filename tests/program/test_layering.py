@@ -22,6 +22,4 @@ def test_the_package_imports_nothing_but_itself_and_the_standard_library() -> No
 
 def test_everything_that_the_package_exports_is_there() -> None:
     assert all(hasattr(pypipe.program, name) for name in pypipe.program.__all__)
-    assert list(pypipe.program.__all__) == sorted(
-        pypipe.program.__all__, key=lambda name: (name.islower(), name)
-    )
+    assert list(pypipe.program.__all__) == sorted(pypipe.program.__all__, key=lambda name: (name.islower(), name))

@@ -19,9 +19,7 @@ NAMES = ["gpipe", "1f1b"]
 
 
 def program(n_microbatches: int, placement: tuple[int, ...], *lines: str) -> Program:
-    return Program(
-        "test", n_microbatches, placement, tuple(tuple(map(Action.parse, line.split())) for line in lines)
-    )
+    return Program("test", n_microbatches, placement, tuple(tuple(map(Action.parse, line.split())) for line in lines))
 
 
 def lines(lowered: Program) -> list[str]:
@@ -30,12 +28,10 @@ def lines(lowered: Program) -> list[str]:
 
 def test_1f1b_posts_a_receive_as_soon_as_a_slot_is_free_and_before_it_sends() -> None:
     assert lines(lower(one_f_one_b(3, 4))) == [
-        "0RECV_B0 0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2 0B0 0RECV_B1 0F3 0SEND_F3 0B1 0RECV_B2 "
-        "0B2 0RECV_B3 0B3",
+        "0RECV_B0 0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2 0B0 0RECV_B1 0F3 0SEND_F3 0B1 0RECV_B2 0B2 0RECV_B3 0B3",
         "1RECV_F0 1RECV_F1 1RECV_B0 1F0 1SEND_F0 1F1 1SEND_F1 1B0 1RECV_F2 1RECV_B1 1SEND_B0 1F2 1SEND_F2 "
         "1B1 1RECV_F3 1RECV_B2 1SEND_B1 1F3 1SEND_F3 1B2 1RECV_B3 1SEND_B2 1B3 1SEND_B3",
-        "2RECV_F0 2F0 2B0 2RECV_F1 2SEND_B0 2F1 2B1 2RECV_F2 2SEND_B1 2F2 2B2 2RECV_F3 2SEND_B2 "
-        "2F3 2B3 2SEND_B3",
+        "2RECV_F0 2F0 2B0 2RECV_F1 2SEND_B0 2F1 2B1 2RECV_F2 2SEND_B1 2F2 2B2 2RECV_F3 2SEND_B2 2F3 2B3 2SEND_B3",
     ]
 
 

@@ -49,9 +49,7 @@ def test_compute_only_undoes_lowering() -> None:
         ("1RECV_B0", Channel(Kind.B, 2, 1), Link(Kind.B, 0, 1)),
     ],
 )
-def test_a_transfer_names_its_channel_and_the_placement_names_the_link(
-    text: str, channel: Channel, link: Link
-) -> None:
+def test_a_transfer_names_its_channel_and_the_placement_names_the_link(text: str, channel: Channel, link: Link) -> None:
     looped = Program("looped", 1, (0, 1, 0, 1), ((), ()))
     assert channel_of(Action.parse(text)) == channel
     assert looped.link_of(channel) == link

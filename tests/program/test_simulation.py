@@ -33,9 +33,7 @@ def test_the_bubble_ratio_of_equal_stages_is_the_formula(name: str, n_ranks: int
         (8, 128, Fraction(7, 135)),
     ],
 )
-def test_the_tables_of_bubble_ratios_are_reproduced(
-    n_ranks: int, n_microbatches: int, ratio: Fraction
-) -> None:
+def test_the_tables_of_bubble_ratios_are_reproduced(n_ranks: int, n_microbatches: int, ratio: Fraction) -> None:
     assert simulate(gpipe(n_ranks, n_microbatches)).bubble_ratio == float(ratio)
 
 
@@ -74,9 +72,7 @@ def test_a_hop_delays_the_receiver_and_not_the_sender() -> None:
 
 
 def test_stages_on_one_rank_hand_over_without_a_hop() -> None:
-    actions = tuple(
-        Action(stage, kind, 0) for kind, stage in ((Kind.F, 0), (Kind.F, 1), (Kind.B, 1), (Kind.B, 0))
-    )
+    actions = tuple(Action(stage, kind, 0) for kind, stage in ((Kind.F, 0), (Kind.F, 1), (Kind.B, 1), (Kind.B, 0)))
     assert simulate(Program("one rank", 1, (0, 0), (actions,)), hop=100).step_time == 6
 
 
@@ -96,14 +92,9 @@ def test_a_split_backward_sends_its_gradient_before_its_weight_half() -> None:
 
 
 @given(st.sampled_from(NAMES), st.integers(1, 5), st.integers(1, 7), st.integers(0, 9), st.integers(0, 9))
-def test_transfers_in_the_lists_change_nothing(
-    name: str, ranks: int, batches: int, forward: int, hop: int
-) -> None:
+def test_transfers_in_the_lists_change_nothing(name: str, ranks: int, batches: int, forward: int, hop: int) -> None:
     program = build(name, ranks, batches)
-    assert (
-        simulate(lower(program), forward=forward, hop=hop).ranks
-        == simulate(program, forward=forward, hop=hop).ranks
-    )
+    assert simulate(lower(program), forward=forward, hop=hop).ranks == simulate(program, forward=forward, hop=hop).ranks
 
 
 @given(st.sampled_from(NAMES), st.integers(1, 5), st.integers(1, 7), st.data())

@@ -6,9 +6,7 @@ from pypipe.program import Action, Channel, Kind, Program, ProgramError, build, 
 
 
 def program(n_microbatches: int, placement: tuple[int, ...], *lines: str) -> Program:
-    return Program(
-        "test", n_microbatches, placement, tuple(tuple(map(Action.parse, line.split())) for line in lines)
-    )
+    return Program("test", n_microbatches, placement, tuple(tuple(map(Action.parse, line.split())) for line in lines))
 
 
 SOUND_0 = "0RECV_B0 0F0 0SEND_F0 0F1 0SEND_F1 0B0 0RECV_B1 0B1"
@@ -106,10 +104,8 @@ def test_two_neighbours_that_send_to_each_other_before_they_post_are_a_deadlock(
     assert (error.value.rank, error.value.position, str(error.value.action)) == (0, 3, "0SEND_F1")
     assert str(error.value).splitlines() == [
         "test: deadlock: rank 0, position 3, 0SEND_F1 never gets to run",
-        "  rank 0 at position 3 blocks in 0SEND_F1 until rank 1, which is at position 3, 1SEND_B0, "
-        "posts 1RECV_F1",
-        "  rank 1 at position 3 blocks in 1SEND_B0 until rank 0, which is at position 3, 0SEND_F1, "
-        "posts 0RECV_B0",
+        "  rank 0 at position 3 blocks in 0SEND_F1 until rank 1, which is at position 3, 1SEND_B0, posts 1RECV_F1",
+        "  rank 1 at position 3 blocks in 1SEND_B0 until rank 0, which is at position 3, 0SEND_F1, posts 0RECV_B0",
         "  rank 0: 0F0, 0SEND_F0, 0F1, >0SEND_F1<, 0RECV_B0, 0B0, 0RECV_B1, 0B1",
         "  rank 1: 1RECV_F0, 1F0, 1B0, >1SEND_B0<, 1RECV_F1, 1F1, 1B1, 1SEND_B1",
     ]

@@ -15,12 +15,7 @@ RECEIVES = {Kind.RECV_F: (-1, Kind.SEND_F), Kind.RECV_B: (1, Kind.SEND_B)}
 
 def is_sound(program: Program) -> bool:
     """Whether a lowered program may run, found out by counting and by running it action by action."""
-    return (
-        has_right_actions(program)
-        and has_agreeing_links(program)
-        and has_slots(program)
-        and runs_to_end(program)
-    )
+    return has_right_actions(program) and has_agreeing_links(program) and has_slots(program) and runs_to_end(program)
 
 
 def crosses(program: Program, stage: int, other: int) -> bool:
@@ -89,9 +84,7 @@ def has_slots(program: Program) -> bool:
             mine = [span for span in spans if span[0] == source]
             positions = range(len(actions))
             needed = max(sum(used <= at <= released for _, _, used, released in mine) for at in positions)
-            if any(
-                sum(posted <= at <= released for _, posted, _, released in mine) > needed for at in positions
-            ):
+            if any(sum(posted <= at <= released for _, posted, _, released in mine) > needed for at in positions):
                 return False
     return True
 
@@ -112,9 +105,7 @@ def runs_to_end(program: Program) -> bool:
         def has(kind: Kind, message: Kind, send: Kind, source: int) -> bool:
             if not 0 <= source < program.n_stages:
                 return True
-            return (
-                did(message) and did(send, source) if crosses(program, stage, source) else did(kind, source)
-            )
+            return did(message) and did(send, source) if crosses(program, stage, source) else did(kind, source)
 
         if kind in SENDS:
             step, producer, receive = SENDS[kind]
@@ -151,11 +142,7 @@ def is_verified(program: Program) -> bool:
 def split_backwards(program: Program) -> Program:
     halves = (Kind.I, Kind.W)
     lists = [
-        [
-            Action(a.stage, k, a.microbatch)
-            for a in actions
-            for k in (halves if a.kind is Kind.B else (a.kind,))
-        ]
+        [Action(a.stage, k, a.microbatch) for a in actions for k in (halves if a.kind is Kind.B else (a.kind,))]
         for actions in program.ranks
     ]
     return replace(program, name=f"{program.name}, split", ranks=tuple(map(tuple, lists)))
@@ -256,9 +243,7 @@ def is_complete_and_locally_ordered(program: Program) -> bool:
     has_backward = any(action.kind is not Kind.F for action in everything)
     for stage in range(program.n_stages):
         for microbatch in range(program.n_microbatches):
-            order = "".join(
-                a.kind.label for a in everything if (a.stage, a.microbatch) == (stage, microbatch)
-            )
+            order = "".join(a.kind.label for a in everything if (a.stage, a.microbatch) == (stage, microbatch))
             if order not in (("FB", "FIW") if has_backward else ("F",)):
                 return False
     return True
@@ -278,9 +263,7 @@ def test_any_order_that_respects_dependencies_lowers_to_agreeing_links_and_bound
 
 @settings(deadline=None, max_examples=300)
 @given(users_programs(), st.data())
-def test_verifier_and_oracle_agree_on_users_programs_and_their_mutations(
-    program: Program, data: st.DataObject
-) -> None:
+def test_verifier_and_oracle_agree_on_users_programs_and_their_mutations(program: Program, data: st.DataObject) -> None:
     lowered = lower(program)
     sound = is_sound(lowered)
     event(f"lowering sound: {sound}")

@@ -272,10 +272,10 @@ def test_a_spec_for_a_part_of_the_output_leaves_the_rest_at_dimension_0() -> Non
     )
 
 
-def test_a_tuple_of_one_spec_serves_an_output_that_is_one_tensor() -> None:
+def test_a_tuple_of_one_spec_makes_a_tuple_of_an_output_that_is_one_tensor_as_in_torch() -> None:
     same(
         microbatches.merge([numbered(1, 2), numbered(1, 3)], (TensorChunkSpec(1),)),
-        torch.cat([numbered(1, 2), numbered(1, 3)], 1),
+        (torch.cat([numbered(1, 2), numbered(1, 3)], 1),),
     )
 
 
