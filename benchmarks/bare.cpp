@@ -27,9 +27,7 @@ struct Words {
   alignas(64) std::atomic<std::uint32_t> back{0};
 };
 
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
 double median(std::vector<double> values) {
   std::ranges::nth_element(values, values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2));
@@ -104,8 +102,7 @@ int main(int argc, char** argv) {
     return pingpong(std::string_view(argv[2]) == "futex", static_cast<std::uint32_t>(std::atol(argv[3])));
   }
   if (mode == "memcpy") {
-    return copies(static_cast<std::size_t>(std::atoll(argv[2])),
-                  static_cast<std::size_t>(std::atoll(argv[3])));
+    return copies(static_cast<std::size_t>(std::atoll(argv[2])), static_cast<std::size_t>(std::atoll(argv[3])));
   }
   std::fputs("usage: bare pingpong spin|futex COUNT | bare memcpy BYTES COUNT\n", stderr);
   return 2;

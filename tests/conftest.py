@@ -7,6 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# `python -m pytest` puts the clone's root first on the path, where pypipe has no core: tests take the installed one.
+_ROOT = Path(__file__).resolve().parents[1]
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _ROOT]
+
+# An example's time says nothing on a busy machine.
+settings.register_profile("pypipe", deadline=None)
+settings.load_profile("pypipe")
 
 # Rank processes import what they run by module name, so the helpers' folder is on the path of all of them.
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))

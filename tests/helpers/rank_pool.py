@@ -35,7 +35,8 @@ def _portable(error: BaseException) -> BaseException:
         return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def _serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
+def _serve(rank: int, size: int, folder: str, environment: dict[str, str], pipe: Connection) -> None:
+    os.environ.update(environment)
     import torch
     import torch.distributed as dist
 
@@ -57,10 +58,11 @@ def _serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
 
 
 class RankPool:
-    """Up to `size` ranks."""
+    """Up to `size` ranks, with these variables in their environment."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, environment: dict[str, str] | None = None) -> None:
         self._size = size
+        self._environment = environment or {}
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -75,7 +77,9 @@ class RankPool:
         context = multiprocessing.get_context("spawn")
         for rank in range(self._size):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self._size, self._folder.name, theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self._size, self._folder.name, self._environment, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self._processes.append(process)

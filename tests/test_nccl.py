@@ -1,0 +1,72 @@
+"""The NCCL link, on an emulated CUDA driver and NCCL: the same code that runs on GPUs, under seeded delays.
+
+PYPIPE_NCCL_SEEDS sets how many seeds each case runs with: the default is what fits into CI.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rank_pool import RankPool
+
+sys.path.insert(0, str(Path(__file__).parent / "emulator"))
+
+import cuda_emulator
+import nccl_cases
+
+SEEDS = int(os.environ.get("PYPIPE_NCCL_SEEDS", "25"))
+pytestmark = [
+    pytest.mark.skipif(
+        not cuda_emulator.has_compiler(),
+        reason="no C++ compiler (c++, g++, clang++ or $CXX): the emulator cannot be built here",
+    ),
+    pytest.mark.timeout(600),  # the first test builds it, on a machine that may be busy
+]
+
+
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[RankPool]:
+    """Ranks whose driver and NCCL are the emulated ones."""
+    emulator = cuda_emulator.build()
+    pool = RankPool(
+        4,
+        {
+            "PYPIPE_CUDA_LIBRARY": str(emulator.cuda),
+            "PYPIPE_NCCL_LIBRARY": str(emulator.nccl),
+            "PYPIPE_LINK": "nccl",
+            "PYPIPE_EMULATOR_DELAY_US": "100",
+        },
+    )
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_training_over_nccl_equals_unpipelined_training_whatever_the_delays(
+    gpus: RankPool, size: int, schedule: str
+) -> None:
+    shapes = [("mlp", size + 1, 2 * size + 3), ("mixed", 2 * size, 4 * size), ("gpt", 3, 7), ("identities", 2, 4)]
+    cases = [(seed, schedule, *shapes[seed % len(shapes)]) for seed in range(SEEDS)]
+    found = [text for texts in gpus.run(size, nccl_cases.seeds, cases, timeout=500.0) for text in texts]
+    assert not found, "\n".join(found)
+
+
+def test_a_steady_state_step_neither_synchronizes_the_host_nor_allocates(gpus: RankPool) -> None:
+    for rank, (waits, allocated, before, after) in enumerate(gpus.run(3, nccl_cases.steady_state)):
+        assert waits == 0, f"rank {rank}: {waits} host synchronizations"
+        assert allocated == 0, f"rank {rank}"
+        for channel, counted in after.items():
+            assert counted["allocations"] == before[channel]["allocations"], f"rank {rank}, {channel}"
+            assert counted["messages"] > before[channel]["messages"]
+
+
+@pytest.mark.parametrize("what", ["error", "hang"])
+def test_a_transfer_that_fails_or_hangs_ends_the_step_on_every_rank(gpus: RankPool, what: str) -> None:
+    for rank, raised in enumerate(gpus.run(3, nccl_cases.dies, what, timeout=60.0)):
+        assert raised.startswith(("PipelineError", "RemoteStageError", "PipelineTimeout")), f"rank {rank}: {raised}"
+        assert "rank 1" in raised, f"rank {rank}: {raised}"
