@@ -20,7 +20,7 @@ settings.load_profile("pypipe")
 # Rank processes import what they run by module name, so the helpers' folder is on the path of all of them.
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 
-from rank_pool import RankPool
+from rank_pool import RankPool  # noqa: E402
 
 
 @pytest.fixture(scope="session")
