@@ -5,10 +5,9 @@
 // publishes anything that refers to them, so the receiver never waits for more than that socket.
 //
 // Protocol of the rings (single producer, single consumer; counters only grow, index = counter % capacity):
-//   messages[]  written by the sender, then `published` (release); read by the receiver after `published`
-//   (acquire) slot bytes  written by the sender before `published`; owned by the receiver until it returns
-//   the slot credits[]   written by the receiver, then `returned` (release); read by the sender after
-//   `returned` (acquire)
+//   messages[]  written by the sender, then `published` (release); read by the receiver after `published` (acquire)
+//   slot bytes  written by the sender before `published`; owned by the receiver until it returns the slot
+//   credits[]   written by the receiver, then `returned` (release); read by the sender after `returned` (acquire)
 // A slot is written only while its credit is with the sender. Messages in flight never exceed the slots of
 // the link's channels, which is the capacity of both rings, so neither can overflow.
 #pragma once
