@@ -11,11 +11,13 @@ import dataclasses
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 
@@ -37,6 +39,8 @@ def _portable(error: BaseException) -> BaseException:
 
 def _serve(rank: int, size: int, folder: str, environment: dict[str, str], pipe: Connection) -> None:
     os.environ.update(environment)
+    # Functions of test modules arrive as `tests.test_...`. Last on the path: pypipe is the installed one.
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
     import torch
     import torch.distributed as dist
 
