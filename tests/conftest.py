@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,9 @@ from hypothesis import settings
 # `python -m pytest` puts the clone's root first on the path, where pypipe has no core: tests take the installed one.
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _ROOT]
+
+# A shell that runs the tests in the background has them ignore Ctrl-C, and their children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # An example's time says nothing on a busy machine.
 settings.register_profile("pypipe", deadline=None)
