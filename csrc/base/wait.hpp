@@ -66,7 +66,7 @@ template <class Ready, class Trouble>
     Sleeper& operator=(const Sleeper&) = delete;
     Doorbell& bell;
   } sleeper(bell);
-  for (bool parked = false;;) {
+  for (;;) {
     const std::uint32_t seen = bell.rings.load(std::memory_order_acquire);
     if (ready()) return true;
     try {
@@ -75,10 +75,9 @@ template <class Ready, class Trouble>
       if (ready()) return true;  // published before the trouble: it still counts
       throw;
     }
-    if (parked && patience.interruption) patience.interruption();  // it may be dear, and most waits are short
+    if (patience.interruption) patience.interruption();
     if (std::chrono::steady_clock::now() >= deadline) return ready();
     detail::park(bell, seen, deadline);
-    parked = true;
   }
 }
 
