@@ -170,4 +170,5 @@ def test_ranks_come_from_torchrun_without_a_process_group() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT]
     done = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.split() == ["equal", "equal"], done.stdout + done.stderr
+    # Two ranks write to one pipe: their words may run together.
+    assert done.stdout.replace("\n", "") == "equal" * 2, done.stdout + done.stderr
