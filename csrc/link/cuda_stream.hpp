@@ -38,7 +38,7 @@ class Event {
   explicit Event(ApiPointer api) : api_(std::move(api)) {
     api_->check(api_->event_create(&handle_, event_disable_timing));
   }
-  Event(Event&& other) noexcept : api_(other.api_), handle_(std::exchange(other.handle_, nullptr)) {}
+  Event(Event&& other) noexcept : api_(std::move(other.api_)), handle_(std::exchange(other.handle_, nullptr)) {}
   Event& operator=(Event&& other) noexcept {
     std::swap(api_, other.api_);
     std::swap(handle_, other.handle_);

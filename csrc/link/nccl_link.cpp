@@ -122,7 +122,7 @@ void NcclReceiveLink::post(std::uint32_t /*channel*/, Stream stream, const Patie
 void NcclReceiveLink::grow(Lane& lane, std::size_t bytes, Stream stream) {
   lane.bytes = slot_size(bytes);
   lane.generation += 1;
-  std::shared_ptr<void> memory = allocate_(lane.bytes * lane.slots);
+  const std::shared_ptr<void> memory = allocate_(lane.bytes * lane.slots);
   void* const registration = edge_->register_memory(memory.get(), lane.bytes * lane.slots);
   // The registration goes before the memory does.
   lane.memory = {memory.get(), [memory, registration, edge = edge_](void*) { edge->deregister_memory(registration); }};
