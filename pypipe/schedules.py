@@ -317,7 +317,6 @@ class _Schedule:
         self._execution = StageExecution(
             stage.submod,
             f"rank {self._rank}, stage {stage.stage_index}",
-            first=stage.is_first,
             last=stage.is_last,
             loss=self._loss,
             scale_grads=self._scale_grads,

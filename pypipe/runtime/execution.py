@@ -45,7 +45,6 @@ class StageExecution:
         module: torch.nn.Module,
         where: str,
         *,
-        first: bool,
         last: bool,
         loss: Loss | None,
         scale_grads: bool,
@@ -56,7 +55,6 @@ class StageExecution:
     ) -> None:
         self._module = module
         self._where = where
-        self._first = first
         self._last = last
         self._loss = loss
         self._scale_grads = scale_grads
