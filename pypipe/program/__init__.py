@@ -5,13 +5,14 @@ from .builders import Builder, build, builder_names, gpipe, one_f_one_b, registe
 from .drawing import grid
 from .errors import ProgramError
 from .lowering import lower
-from .programs import Channel, Link, Program, channel_of
+from .programs import Chain, Channel, Link, Program, channel_of
 from .simulation import Event, Timeline, simulate
 from .verification import Verified, verify
 
 __all__ = [
     "Action",
     "Builder",
+    "Chain",
     "Channel",
     "Event",
     "Kind",

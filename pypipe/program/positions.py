@@ -76,8 +76,10 @@ def _locate(program: Program) -> dict[Kind, list[int]]:
                 what = f"stage {stage} is placed on rank {placement[stage]}, so only that rank can run this"
                 raise fault(program, what, action, {rank: position})
             if microbatch not in microbatches[stage]:
-                first, last = microbatches[stage][0], microbatches[stage][-1]
-                what = f"the microbatches of stage {stage} are {first}..{last}"
+                mine = microbatches[stage]
+                what = "no microbatch passes this stage"
+                if mine:
+                    what = f"the microbatches of stage {stage} are {mine[0]}..{mine[-1]}"
                 raise fault(program, what, action, {rank: position})
             table, key = tables[action.kind], stage * n_microbatches + microbatch
             if table[key] >= 0:

@@ -67,29 +67,47 @@ def channel_of(action: Action) -> Channel:
 
 
 @dataclass(frozen=True, slots=True)
+class Chain:
+    """Stages that hold the whole model once, and the microbatches that pass through them.
+
+    Args:
+        stages: their indices, in the order in which a forward passes them: the k-th holds the model's k-th piece.
+        microbatches: those of the batch's microbatches that this chain takes; there may be none.
+    """
+
+    stages: range
+    microbatches: range
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """For each rank, the ordered list of its actions. Pure data: whether it is sound is for `verify` to say.
+
+    Most programs have one chain of stages. A bidirectional one (DualPipe) has a second copy of the model, which
+    microbatches pass from the last rank to the first: its P stages have the indices P..2P-1 and stand on the
+    ranks P-1..0, and each chain takes its share of the microbatches.
 
     Args:
         name: what a person calls it, such as "1f1b".
         n_microbatches: M; microbatches are 0..M-1.
         placement: for each stage, the rank that holds it.
         ranks: for each rank, its actions in order.
+        chains: cut the stages, and also the microbatches, into consecutive ranges. Without it there is one chain
+            of all stages and all microbatches.
 
     Raises:
-        ValueError: no microbatch, no rank, no stage, or a stage placed on a rank that is not there.
+        ValueError: no microbatch, no rank, no stage, a stage placed on a rank that is not there, or chains that
+            leave a stage or a microbatch out or have it twice.
     """
 
     name: str
     n_microbatches: int
-    # A stage index names one place in one chain of stages, so linear, looped and V-shaped placements differ
-    # in these numbers only. A bidirectional program (DualPipe) has a second chain: its stages get indices
-    # P..2P-1 of their own, placed on ranks P-1..0, and each chain takes a share of the microbatches. Then a
-    # field that lists each chain's first stage joins this class, and only previous_stage, next_stage and
-    # microbatches_of look at it: all other code of this package learns a stage's neighbours and microbatches
-    # from these three.
+    # A stage index names one place in one chain, so linear, looped, V-shaped and bidirectional placements differ
+    # in these numbers only. Who a stage's neighbours are is for previous_stage and next_stage to say, and
+    # which microbatches it sees for microbatches_of: no other code looks at the chains for it.
     placement: tuple[int, ...]
     ranks: tuple[tuple[Action, ...], ...] = field(repr=False)
+    chains: tuple[Chain, ...] = ()
 
     def __post_init__(self) -> None:
         if self.n_microbatches < 1:
@@ -101,6 +119,11 @@ class Program:
         for stage, rank in enumerate(self.placement):
             if not 0 <= rank < len(self.ranks):
                 raise ValueError(f"stage {stage} is placed on rank {rank}, but the ranks are 0..{len(self.ranks) - 1}")
+        if not self.chains:
+            whole = Chain(range(len(self.placement)), range(self.n_microbatches))
+            object.__setattr__(self, "chains", (whole,))
+        _require_partition("stages", [chain.stages for chain in self.chains], self.n_stages, smallest=1)
+        _require_partition("microbatches", [chain.microbatches for chain in self.chains], self.n_microbatches)
 
     @property
     def n_ranks(self) -> int:
@@ -112,17 +135,25 @@ class Program:
         """S, the number of stages."""
         return len(self.placement)
 
+    def chain_of(self, stage: int) -> Chain:
+        """The chain that a stage belongs to."""
+        return next(chain for chain in self.chains if stage in chain.stages)
+
     def previous_stage(self, stage: int) -> int | None:
         """The stage whose output is this stage's input; None for a stage that takes the batch itself."""
-        return stage - 1 if stage > 0 else None
+        return stage - 1 if stage > self.chain_of(stage).stages[0] else None
 
     def next_stage(self, stage: int) -> int | None:
         """The stage whose input is this stage's output; None for a stage whose output goes to the loss."""
-        return stage + 1 if stage < len(self.placement) - 1 else None
+        return stage + 1 if stage < self.chain_of(stage).stages[-1] else None
 
     def microbatches_of(self, stage: int) -> range:
         """The microbatches that pass through a stage."""
-        return range(self.n_microbatches)
+        return self.chain_of(stage).microbatches
+
+    def piece_of(self, stage: int) -> int:
+        """Which piece of the model a stage holds, from 0: its place in its chain."""
+        return stage - self.chain_of(stage).stages[0]
 
     def link_of(self, channel: Channel) -> Link:
         """The link that carries a channel: it names the channel's source and target rank."""
@@ -133,8 +164,8 @@ class Program:
         return "\n".join(",".join(map(str, actions)) for actions in self.ranks)
 
     def digest(self) -> str:
-        """A hex SHA-256 of actions and placement: ranks that show the same one run the same program."""
-        header = f"{self.n_microbatches};{','.join(map(str, self.placement))}\n"
+        """A hex SHA-256 of actions, placement and chains: ranks that show the same one run the same program."""
+        header = f"{self.n_microbatches};{','.join(map(str, self.placement))};{self.chains}\n"
         return hashlib.sha256((header + self.text()).encode()).hexdigest()
 
     def forward_only(self) -> Program:
@@ -148,3 +179,17 @@ class Program:
     def compute_only(self) -> Program:
         """The same program without its transfers: what `lower` takes."""
         return replace(self, ranks=tuple(tuple(a for a in actions if a.kind.is_compute) for actions in self.ranks))
+
+
+def _require_partition(what: str, parts: list[range], total: int, *, smallest: int = 0) -> None:
+    """Require that ranges follow each other from 0 to a total."""
+    end = 0
+    for part in parts:
+        if part.step != 1 or part.start != end or len(part) < smallest or part.stop != end + len(part):
+            break
+        end = part.stop
+    else:
+        if end == total:
+            return
+    shown = ", ".join(str(part) for part in parts)
+    raise ValueError(f"the {what} of the chains are {shown}: they have to follow each other, and cover 0..{total - 1}")
