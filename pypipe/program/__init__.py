@@ -5,6 +5,7 @@ from .builders import Builder, build, builder_names, gpipe, one_f_one_b, registe
 from .drawing import grid
 from .errors import ProgramError
 from .lowering import lower
+from .memory import peak_memory
 from .programs import Chain, Channel, Link, Program, channel_of
 from .simulation import Event, Timeline, simulate
 from .verification import Verified, verify
@@ -28,6 +29,7 @@ __all__ = [
     "grid",
     "lower",
     "one_f_one_b",
+    "peak_memory",
     "register",
     "simulate",
     "verify",

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
-from .actions import Action, Kind
-from .errors import stuck
+from .actions import Action
+from .costs import Cost, costs_of
+from .memory import peak_memory
 from .positions import find_positions
 from .programs import Program
-
-Cost = float | Sequence[float]
+from .timing import compute_lists, run
 
 
 class Event(NamedTuple):
@@ -22,6 +23,37 @@ class Event(NamedTuple):
     end: float
 
 
+class Events(Sequence[Event]):
+    """One rank's events, made when they are looked at: a big program has millions."""
+
+    def __init__(self, actions: Sequence[Action], starts: Sequence[float], ends: Sequence[float]) -> None:
+        self._actions, self._starts, self._ends = actions, starts, ends
+
+    def __len__(self) -> int:
+        return len(self._actions)
+
+    def __iter__(self) -> Iterator[Event]:
+        return map(Event, self._actions, self._starts, self._ends)
+
+    @overload
+    def __getitem__(self, index: int) -> Event: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Event, ...]: ...
+    def __getitem__(self, index: int | slice) -> Event | tuple[Event, ...]:
+        if isinstance(index, slice):
+            return tuple(Events(self._actions[index], self._starts[index], self._ends[index]))
+        return Event(self._actions[index], self._starts[index], self._ends[index])
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, Sequence) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
 @dataclass(frozen=True, slots=True)
 class Timeline:
     """When each compute action of a program runs; time 0 is the start of the step.
@@ -29,10 +61,13 @@ class Timeline:
     Args:
         program: the program that was simulated.
         ranks: for each rank, its events in order.
+        exposed_transfer: for each rank, the part of its idle time in which what it waited for was made already
+            and on its way: transfers that no compute hid. Empty where that is not known.
     """
 
     program: Program
-    ranks: tuple[tuple[Event, ...], ...]
+    ranks: tuple[Sequence[Event], ...]
+    exposed_transfer: tuple[float, ...] = ()
 
     @property
     def step_time(self) -> float:
@@ -49,10 +84,15 @@ class Timeline:
         return max((events[-1].end - events[0].start for events in self.ranks if events), default=0.0)
 
     @property
+    def work(self) -> tuple[float, ...]:
+        """For each rank, the time for which it computes."""
+        return tuple(sum(event.end - event.start for event in events) for events in self.ranks)
+
+    @property
     def idle(self) -> tuple[float, ...]:
         """For each rank, the part of the step time in which it computes nothing: its bubble."""
         step_time = self.step_time
-        return tuple(step_time - sum(event.end - event.start for event in events) for events in self.ranks)
+        return tuple(step_time - work for work in self.work)
 
     @property
     def bubble_ratio(self) -> float:
@@ -60,145 +100,74 @@ class Timeline:
         whole = len(self.ranks) * self.step_time
         return sum(self.idle) / whole if whole else 0.0
 
+    @property
+    def bubble_ratio_by_span(self) -> float:
+        """1 - work / span, with the ranks' mean work: the zero-bubble paper's rate; 0 for a step without time."""
+        whole = len(self.ranks) * self.span
+        return 1 - sum(self.work) / whole if whole else 0.0
+
+    def peak_memory(self, activation: float | Sequence[float] = 1) -> tuple[float, ...]:
+        """For each rank, the most that its live activations take; see `pypipe.program.peak_memory`.
+
+        Args:
+            activation: what one microbatch's activations take, in any unit: one number, or one for each stage.
+        """
+        return peak_memory(self.program, activation)
+
+    @property
+    def peak_activations(self) -> tuple[int, ...]:
+        """For each rank, the most pairs of stage and microbatch alive at once, as the verifier counts them."""
+        return tuple(int(peak) for peak in peak_memory(self.program))
+
 
 def simulate(
     program: Program,
     *,
     forward: Cost = 1.0,
-    backward: Cost = 2.0,
+    backward: Cost | None = None,
     input_backward: Cost | None = None,
     weight_backward: Cost | None = None,
-    hop: float = 0.0,
+    hop: Cost = 0.0,
+    message_bytes: Cost = 0.0,
+    bandwidth: Cost = math.inf,
+    busy_links: bool = False,
 ) -> Timeline:
     """Run a program in simulated time.
 
     Each rank runs its list in order, each action as soon as the rank is free and what it needs has come. A
-    result reaches a stage on another rank one hop after it was made, while the ranks go on computing; slots
-    and blocking sends are not simulated, and transfers in the lists are skipped.
+    result reaches a stage on another rank after the hop's latency and its bytes over the bandwidth, while the
+    ranks go on computing; slots and blocking sends are not simulated, and transfers in the lists are skipped.
 
     Args:
         program: with or without transfers.
         forward: time of an F, in any unit: one number, or one for each stage.
-        backward: time of a B.
+        backward: time of a B; by default I and W together, or 2 where these are not both given.
         input_backward: time of an I; by default B less W, or half of B.
         weight_backward: time of a W; by default B less I, or half of B.
-        hop: latency of a transfer between ranks, in the same unit.
+        hop: latency of a transfer between ranks, in the same unit: one number, or one for each stage. The entry
+            of a stage is that of the boundary between it and the stage after it, in either direction; the last
+            stage's is not used. So for the next two.
+        message_bytes: size of one message.
+        bandwidth: bytes that a link carries in one unit of time.
+        busy_links: whether a link carries one message at a time, so that the next one waits until the bytes of
+            the last have left.
 
     Raises:
         ProgramError: the program is incomplete, or its ranks wait for each other for ever.
-        ValueError: a negative time, or a sequence with another length than the number of stages.
+        ValueError: a time that is negative or not finite, or a sequence with another length than the number
+            of stages.
     """
     find_positions(program)
-    if hop < 0:
-        raise ValueError(f"hop is {hop}: a latency cannot be negative")
-    costs = _costs_by_kind(program, forward, backward, input_backward, weight_backward)
-    compute = program.compute_only()
-    n_microbatches, placement = program.n_microbatches, program.placement
-    size = program.n_stages * n_microbatches
-    # Results are numbered by kind (outputs, then gradients), producing stage and microbatch.
-    needs, makes = _results_by_kind(program)
-    hops = {Kind.F: [0.0] * program.n_stages, Kind.B: [0.0] * program.n_stages}
-    for stage in range(program.n_stages):
-        for kind, source in ((Kind.F, program.previous_stage(stage)), (Kind.B, program.next_stage(stage))):
-            if source is not None and placement[source] != placement[stage]:
-                hops[kind][stage] = hop
-    hops[Kind.I], hops[Kind.W] = hops[Kind.B], hops[Kind.B]
-    ready: list[float | None] = [None] * (2 * size)
-    waiting: dict[int, int] = {}
-    events: list[list[Event]] = [[] for _ in compute.ranks]
-    clocks = [0.0] * compute.n_ranks
-    runnable = list(range(compute.n_ranks))
-    while runnable:
-        rank = runnable.pop()
-        actions, done, clock = compute.ranks[rank], events[rank], clocks[rank]
-        for position in range(len(done), len(actions)):
-            action = actions[position]
-            kind, stage, microbatch = action.kind, action.stage, action.microbatch
-            start = clock
-            base = needs[kind][stage]
-            if base >= 0:
-                available = ready[base + microbatch]
-                if available is None:
-                    waiting[base + microbatch] = rank
-                    break
-                start = max(start, available + hops[kind][stage])
-            clock = start + costs[kind][stage]
-            done.append(Event(action, start, clock))
-            base = makes[kind][stage]
-            if base >= 0:
-                ready[base + microbatch] = clock
-                if base + microbatch in waiting:
-                    runnable.append(waiting.pop(base + microbatch))
-        clocks[rank] = clock
-    _require_finished(compute, events)
-    return Timeline(program, tuple(map(tuple, events)))
-
-
-def _costs_by_kind(
-    program: Program, forward: Cost, backward: Cost, input_backward: Cost | None, weight_backward: Cost | None
-) -> dict[Kind, list[float]]:
-    full = _by_stage(program, "backward", backward)
-    if input_backward is None and weight_backward is None:
-        half = [cost / 2 for cost in full]
-        input_half, weight_half = half, half
-    else:
-        given_input = None if input_backward is None else _by_stage(program, "input_backward", input_backward)
-        given_weight = None if weight_backward is None else _by_stage(program, "weight_backward", weight_backward)
-        input_half = given_input or _rest(program, "backward less weight_backward", full, given_weight)
-        weight_half = given_weight or _rest(program, "backward less input_backward", full, given_input)
-    return {
-        Kind.F: _by_stage(program, "forward", forward),
-        Kind.B: full,
-        Kind.I: input_half,
-        Kind.W: weight_half,
-    }
-
-
-def _by_stage(program: Program, name: str, cost: Cost) -> list[float]:
-    costs = list(cost) if isinstance(cost, Sequence) else [cost] * program.n_stages
-    if len(costs) != program.n_stages:
-        raise ValueError(
-            f"{name} has {len(costs)} times for {program.n_stages} stages: give one number, or one a stage"
-        )
-    for stage, value in enumerate(costs):
-        if value < 0:
-            raise ValueError(f"{name} of stage {stage} is {value}: a time cannot be negative")
-    return costs
-
-
-def _rest(program: Program, name: str, full: list[float], part: list[float] | None) -> list[float]:
-    assert part is not None  # the caller has one half of the backward or the other
-    return _by_stage(program, name, [whole - given for whole, given in zip(full, part, strict=True)])
-
-
-def _results_by_kind(program: Program) -> tuple[dict[Kind, list[int]], dict[Kind, list[int]]]:
-    """For each kind and stage, the numbers of microbatch 0's result that it needs, and makes; -1: none."""
-    n_stages, n_microbatches = program.n_stages, program.n_microbatches
-    size = n_stages * n_microbatches
-    outputs = [stage * n_microbatches for stage in range(n_stages)]
-    gradients = [size + stage * n_microbatches for stage in range(n_stages)]
-    none = [-1] * n_stages
-    before = [program.previous_stage(stage) for stage in range(n_stages)]
-    after = [program.next_stage(stage) for stage in range(n_stages)]
-    inputs = [-1 if source is None else outputs[source] for source in before]
-    arriving = [-1 if source is None else gradients[source] for source in after]
-    needs = {Kind.F: inputs, Kind.B: arriving, Kind.I: arriving, Kind.W: none}
-    makes = {Kind.F: outputs, Kind.B: gradients, Kind.I: gradients, Kind.W: none}
-    return needs, makes
-
-
-def _require_finished(program: Program, events: list[list[Event]]) -> None:
-    waits = {}
-    for rank, actions in enumerate(program.ranks):
-        position = len(events[rank])
-        if position == len(actions):
-            continue
-        action = actions[position]
-        source = program.previous_stage(action.stage) if action.kind is Kind.F else program.next_stage(action.stage)
-        what = "output" if action.kind is Kind.F else "gradient"
-        waits[rank] = (
-            position,
-            f"waits in {action} for the {what} of stage {source}, microbatch {action.microbatch}",
-        )
-    if waits:
-        raise stuck(program, waits)
+    costs = costs_of(
+        program,
+        forward=forward,
+        backward=backward,
+        input_backward=input_backward,
+        weight_backward=weight_backward,
+        hop=hop,
+        message_bytes=message_bytes,
+        bandwidth=bandwidth,
+    )
+    times = run(program, costs, busy_links)
+    events = map(Events, compute_lists(program), times.starts, times.ends)
+    return Timeline(program, tuple(events), times.exposed)

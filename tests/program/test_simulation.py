@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pypipe.program import Action, Kind, Program, ProgramError, build, gpipe, lower, one_f_one_b, simulate
+from pypipe.program import Action, Kind, Program, ProgramError, build, gpipe, lower, one_f_one_b, peak_memory, simulate
 
 NAMES = ["gpipe", "1f1b"]
 
@@ -29,7 +29,12 @@ def test_the_bubble_ratio_of_equal_stages_is_the_formula(name: str, n_ranks: int
         (4, 16, Fraction(3, 19)),
         (4, 64, Fraction(3, 67)),
         (8, 1, Fraction(7, 8)),
+        (8, 2, Fraction(7, 9)),
+        (8, 4, Fraction(7, 11)),
         (8, 8, Fraction(7, 15)),
+        (8, 16, Fraction(7, 23)),
+        (8, 32, Fraction(7, 39)),
+        (8, 64, Fraction(7, 71)),
         (8, 128, Fraction(7, 135)),
     ],
 )
@@ -53,6 +58,7 @@ def test_the_zero_bubble_papers_rate_of_1f1b_is_reproduced(
     backward = input_backward + weight_backward
     timeline = simulate(one_f_one_b(8, 24), forward=forward, backward=backward, hop=hop)
     assert round(1 - 24 * (forward + backward) / timeline.span, 4) == rate
+    assert timeline.bubble_ratio_by_span == pytest.approx(1 - 24 * (forward + backward) / timeline.span, rel=1e-12)
 
 
 @pytest.mark.parametrize(("n_ranks", "n_microbatches"), [(2, 8), (4, 8), (8, 24), (8, 64)])
@@ -69,6 +75,45 @@ def test_a_hop_delays_the_receiver_and_not_the_sender() -> None:
     timeline = simulate(gpipe(2, 2).forward_only(), forward=4, hop=10)
     assert [(start, end) for _, start, end in timeline.ranks[0]] == [(0, 4), (4, 8)]
     assert [(start, end) for _, start, end in timeline.ranks[1]] == [(14, 18), (18, 22)]
+
+
+def test_hops_and_bytes_may_differ_by_boundary_and_count_in_both_directions() -> None:
+    # Two boundaries: 10 + 6 / 3 and 100 + 8 / 1; the entries of the last stage are not used.
+    timeline = simulate(
+        gpipe(3, 1), forward=1, backward=1, hop=[10, 100, 999], message_bytes=[6, 8, 999], bandwidth=[3, 1, 1]
+    )
+    assert [[start for _, start, _ in events] for events in timeline.ranks] == [[0, 245], [13, 232], [122, 123]]
+    assert timeline.exposed_transfer == (12, 12 + 108, 108)
+    assert timeline.idle == (244, 244, 244)
+
+
+def test_a_busy_link_carries_one_message_after_the_other() -> None:
+    program = gpipe(2, 3).forward_only()
+    free = simulate(program, forward=1, hop=5, message_bytes=40, bandwidth=10)
+    busy = simulate(program, forward=1, hop=5, message_bytes=40, bandwidth=10, busy_links=True)
+    assert [start for _, start, _ in free.ranks[1]] == [10, 11, 12]
+    assert [start for _, start, _ in busy.ranks[1]] == [10, 14, 18]  # 4 apart: its bytes over the bandwidth
+    assert busy.exposed_transfer == (0, 9 + 3 + 3)
+
+
+def test_waiting_for_a_slow_neighbour_is_no_exposed_transfer() -> None:
+    timeline = simulate(gpipe(2, 2), forward=[1, 5], backward=1, hop=2)
+    # Rank 1 waits for its first message, and the second arrives while it computes; rank 0 waits for both its
+    # gradients' making, and for one of them on its way.
+    assert timeline.exposed_transfer == (2, 2)
+
+
+def test_peak_memory_counts_or_weighs_what_is_alive() -> None:
+    timeline = simulate(one_f_one_b(4, 8))
+    assert timeline.peak_activations == (4, 3, 2, 1)
+    assert timeline.peak_memory([5.0, 1, 1, 7]) == (20, 3, 2, 7)
+    actions = tuple(map(Action.parse, ["0F0", "1F0", "1I0", "0I0", "1W0", "0F1", "0W0", "1F1", "1B1", "0B1"]))
+    program = Program("one rank", 2, (0, 0), (actions,))
+    assert peak_memory(program) == (2,)
+    assert peak_memory(program, [3, 10]) == (13,)
+    assert peak_memory(program.forward_only(), [3, 10]) == (10,)
+    with pytest.raises(ValueError, match="activation has 1 entries for 2 stages"):
+        peak_memory(program, [3])
 
 
 def test_stages_on_one_rank_hand_over_without_a_hop() -> None:
@@ -89,6 +134,7 @@ def test_a_split_backward_sends_its_gradient_before_its_weight_half() -> None:
     assert simulate(program, forward=1, backward=6, weight_backward=4).step_time == 1 + 1 + 2 + 2 + 4
     assert simulate(program, forward=1, backward=6, input_backward=5).step_time == 1 + 1 + 5 + 5 + 1
     assert simulate(program, forward=1, input_backward=7, weight_backward=9).step_time == 1 + 1 + 7 + 7 + 9
+    assert simulate(gpipe(1, 1), forward=1, input_backward=7, weight_backward=9).step_time == 17
 
 
 @given(st.sampled_from(NAMES), st.integers(1, 5), st.integers(1, 7), st.integers(0, 9), st.integers(0, 9))
@@ -115,14 +161,18 @@ def test_a_timeline_respects_order_and_dependencies(
 
 
 def test_impossible_costs_are_refused() -> None:
-    with pytest.raises(ValueError, match="forward has 3 times for 2 stages"):
+    with pytest.raises(ValueError, match="forward has 3 entries for 2 stages"):
         simulate(gpipe(2, 1), forward=[1, 2, 3])
-    with pytest.raises(ValueError, match="forward of stage 1 is -1: a time cannot be negative"):
+    with pytest.raises(ValueError, match="forward of stage 1 is -1: it cannot be negative"):
         simulate(gpipe(2, 1), forward=[1, -1])
     with pytest.raises(ValueError, match="hop is -1"):
         simulate(gpipe(2, 1), hop=-1)
     with pytest.raises(ValueError, match="backward less weight_backward of stage 0 is -1"):
         simulate(gpipe(2, 1), backward=2, weight_backward=3)
+    with pytest.raises(ValueError, match="forward is nan: give a finite number"):
+        simulate(gpipe(2, 1), forward=float("nan"))
+    with pytest.raises(ValueError, match="bandwidth of stage 0 is 0"):
+        simulate(gpipe(2, 1), bandwidth=0)
 
 
 def test_a_program_whose_ranks_wait_for_each_other_is_refused() -> None:
