@@ -19,6 +19,7 @@ from pypipe.errors import (
 
 if TYPE_CHECKING:
     from pypipe.runtime.microbatches import Reduce, Replicate, TensorChunkSpec
+    from pypipe.schedule import Schedule
     from pypipe.schedules import Schedule1F1B, ScheduleGPipe
     from pypipe.stage import PipelineStage
 
@@ -36,6 +37,7 @@ __all__ = [
     "Reduce",
     "RemoteStageError",
     "Replicate",
+    "Schedule",
     "Schedule1F1B",
     "ScheduleGPipe",
     "TensorChunkSpec",
@@ -47,6 +49,7 @@ _HOMES = {
     "PipelineStage": "pypipe.stage",
     "Reduce": "pypipe.runtime.microbatches",
     "Replicate": "pypipe.runtime.microbatches",
+    "Schedule": "pypipe.schedule",
     "Schedule1F1B": "pypipe.schedules",
     "ScheduleGPipe": "pypipe.schedules",
     "TensorChunkSpec": "pypipe.runtime.microbatches",

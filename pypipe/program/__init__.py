@@ -1,7 +1,7 @@
 """Schedules as data: built, lowered, verified, simulated and drawn, without importing torch."""
 
 from .actions import Action, Kind
-from .builders import Builder, build, builder_names, gpipe, one_f_one_b, register
+from .builders import Builder, build, builder_names, find_builder, gpipe, one_f_one_b, register
 from .drawing import grid
 from .errors import ProgramError
 from .lowering import lower
@@ -25,6 +25,7 @@ __all__ = [
     "build",
     "builder_names",
     "channel_of",
+    "find_builder",
     "gpipe",
     "grid",
     "lower",

@@ -37,6 +37,18 @@ def builder_names() -> tuple[str, ...]:
     return tuple(_builders)
 
 
+def find_builder(name: str) -> Builder:
+    """The builder of a registered schedule, whose parameters after P and M are its options.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    builder = _builders.get(name)
+    if builder is None:
+        raise ValueError(f"no schedule is called {name!r}; known are {', '.join(builder_names())}")
+    return builder
+
+
 def build(name: str, /, n_ranks: int, n_microbatches: int, **options: Any) -> Program:
     """Build the program of a registered schedule.
 
@@ -52,10 +64,7 @@ def build(name: str, /, n_ranks: int, n_microbatches: int, **options: Any) -> Pr
     Raises:
         ValueError: the name is unknown, or the builder refuses the numbers.
     """
-    builder = _builders.get(name)
-    if builder is None:
-        raise ValueError(f"no schedule is called {name!r}; known are {', '.join(builder_names())}")
-    return builder(n_ranks, n_microbatches, **options)
+    return find_builder(name)(n_ranks, n_microbatches, **options)
 
 
 @register("gpipe")

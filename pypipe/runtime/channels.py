@@ -19,7 +19,7 @@ from pypipe import _core
 from pypipe.errors import MismatchError
 from pypipe.runtime import trees
 
-__all__ = ["ReceiveChannel", "ReceivePort", "Received", "SendChannel", "SendPort"]
+__all__ = ["ReceiveChannel", "ReceivePort", "Received", "SendChannel", "SendPort", "enter"]
 
 # Layouts that one channel keeps at both ends; the oldest is forgotten first.
 _MOST_LAYOUTS = 256
@@ -115,8 +115,10 @@ class SendChannel:
         """What the port has counted."""
         return self._port.counters
 
-    def send(self, tree: Any, microbatch: int, rows: int, batch_rows: int) -> list[Tensor]:
+    def send(self, tree: Any, microbatch: int, rows: int, batch_rows: int, lender: Any = None) -> list[Tensor]:
         """Sends a tree and returns its tensors in the order in which the other end counts them.
+
+        What lies in the memory of a lender, a slot, is sent before that is given back.
 
         Raises:
             LayoutError: the tree holds something that cannot be sent.
@@ -199,6 +201,9 @@ class Received:
                 return True
         return False
 
+    def settle(self) -> None:
+        """After the forward: a stage may have changed its input in place; the memory is its own."""
+
     def release(self) -> None:
         """Gives the slot back. Whoever kept a tensor for a later backward will get autograd's version error."""
         message, self._message = self._message, None
@@ -214,7 +219,7 @@ class Received:
 
 # Makes a received leaf look like any intermediate result, so that a stage may change its input in place: the same
 # memory, a node of its own, and to autograd no view.
-_enter = torch.ops.aten._unsafe_view.default
+enter = torch.ops.aten._unsafe_view.default
 
 
 class ReceiveChannel:
@@ -231,6 +236,7 @@ class ReceiveChannel:
         self._source_stage = source_stage
         self._kind = kind
         self._layouts: dict[int, _Incoming] = {}
+        self._early: dict[int, Inbound] = {}
 
     @property
     def counters(self) -> dict[str, int]:
@@ -241,15 +247,21 @@ class ReceiveChannel:
         """RECV: lets one more receive start, into a free slot."""
         self._port.post()
 
+    def take(self, microbatch: int) -> None:
+        """Waits for a message before it is used: its link carries it ahead of one that is used first."""
+        self._early[microbatch] = self._port.receive(Tag(self._source_stage, self._kind, microbatch, 0, 0))
+
     def receive(self, microbatch: int, *, training: bool) -> Received:
         """Waits for the message of this microbatch.
 
         Args:
-            microbatch: which one must come next.
+            microbatch: which one must come next, unless it was taken already.
             training: whether tensors that require gradients at the sender get leaves here.
         """
         port = self._port
-        message = port.receive(Tag(self._source_stage, self._kind, microbatch, 0, 0))
+        message = self._early.pop(microbatch, None) if self._early else None
+        if message is None:
+            message = port.receive(Tag(self._source_stage, self._kind, microbatch, 0, 0))
         layout = self._layouts.get(message.layout)
         if layout is None:
             layout = self._learn(message)
@@ -262,7 +274,7 @@ class ReceiveChannel:
                 if spec.requires_grad:
                     leaf = tensors[position].requires_grad_()
                     leaves.append(leaf)
-                    tensors[position] = _enter(leaf, leaf.shape)
+                    tensors[position] = enter(leaf, leaf.shape)
         return Received(port, message, trees.rebuild(layout.description, tensors), tensors, leaves)
 
     def _learn(self, message: Inbound) -> _Incoming:

@@ -19,6 +19,7 @@ from pypipe.program import Kind
 from pypipe.runtime.backward import run_backward
 from pypipe.runtime.batch import Batch, ChunkSpecs, Share
 from pypipe.runtime.channels import ReceiveChannel, Received, SendChannel
+from pypipe.runtime.local import Handed, LocalChannel
 
 __all__ = ["StageExecution"]
 
@@ -36,8 +37,8 @@ class StageExecution:
         where: how messages call this stage.
         loss: on the last stage, the loss function, or None.
         scale_grads: whether gradients are those of the mean over the batch (else of the sum over microbatches).
-        receive_forward, send_forward, receive_backward, send_backward: the channels to the neighbouring stages;
-            None where this stage is the first or the last.
+        receive_forward, send_forward, receive_backward, send_backward: the channels to the neighbouring stages, on
+            other ranks or on this one; None where this stage is the first or the last.
     """
 
     def __init__(
@@ -48,10 +49,10 @@ class StageExecution:
         last: bool,
         loss: Loss | None,
         scale_grads: bool,
-        receive_forward: ReceiveChannel | None,
-        send_forward: SendChannel | None,
-        receive_backward: ReceiveChannel | None,
-        send_backward: SendChannel | None,
+        receive_forward: ReceiveChannel | LocalChannel | None,
+        send_forward: SendChannel | LocalChannel | None,
+        receive_backward: ReceiveChannel | LocalChannel | None,
+        send_backward: SendChannel | LocalChannel | None,
     ) -> None:
         self._module = module
         self._where = where
@@ -62,15 +63,21 @@ class StageExecution:
         self._send_forward = send_forward
         self._receive_backward = receive_backward
         self._send_backward = send_backward
+        # Stages of one rank hand over in memory, as part of F and B: programs have no action for it.
+        self._hands_forward = isinstance(send_forward, LocalChannel)
+        self._hands_backward = isinstance(send_backward, LocalChannel)
         self._weights: dict[tuple[Any, ...], Tensor] = {}
         self._copy_gradients = receive_backward is not None and not receive_backward.storages_apart
-        self._lent: Received | None = None
+        self._lent: Received | Handed | None = None
         self.busy_seconds = 0.0
         self.reset()
 
     def reset(self) -> None:
         """Forgets everything of a step, also of one that failed."""
-        self._inputs: dict[int, Received] = {}
+        for channel in (self._send_forward, self._send_backward):
+            if isinstance(channel, LocalChannel):
+                channel.reset()
+        self._inputs: dict[int, Received | Handed] = {}
         self._shares: dict[int, Share] = {}
         self._outputs: dict[int, Any] = {}
         self._nodes: dict[int, list[Any]] = {}
@@ -82,7 +89,7 @@ class StageExecution:
         self.results: dict[int, Any] = {}
 
     def begin(self, batch: Batch, *, training: bool, keep_results: bool, with_loss: bool, loss_kwargs: Any) -> None:
-        """Starts a step."""
+        """Starts a step; the batch is the rank's, so every stage of a rank gets its keyword arguments."""
         self.reset()
         self._batch = batch
         self._training = training
@@ -95,19 +102,15 @@ class StageExecution:
             self._fresh += batch.leaves
 
     def receiver(self, kind: Kind) -> ReceiveChannel:
-        """The channel that a RECV_F or RECV_B posts to."""
-        channel = self._receive_forward if kind is Kind.RECV_F else self._receive_backward
-        assert channel is not None
+        """The channel that messages of Kind.F or Kind.B come through from another rank."""
+        channel = self._receive_forward if kind is Kind.F else self._receive_backward
+        assert isinstance(channel, ReceiveChannel)
         return channel
-
-    def posts(self, kind: Kind) -> bool:
-        """Whether a RECV_F or RECV_B has anything to do."""
-        return self.receiver(kind).posts
 
     def forward(self, microbatch: int) -> None:
         """F: waits for the input, runs the module, and on the last stage the loss."""
         batch = self._batch
-        received: Received | None = None
+        received: Received | Handed | None = None
         if self._receive_forward is None:
             share = batch.share(microbatch)
             args = batch.args(microbatch)
@@ -130,11 +133,14 @@ class StageExecution:
         self.busy_seconds += time.perf_counter() - start
         if received is not None:
             if self._training:
+                received.settle()
                 self._inputs[microbatch] = received
             else:
                 received.release()
+        if self._hands_forward:
+            self.send_forward(microbatch)
 
-    def _finish_forward(self, microbatch: int, share: Share, output: Any, received: Received | None) -> None:
+    def _finish_forward(self, microbatch: int, share: Share, output: Any, received: Received | Handed | None) -> None:
         if self._with_loss:
             assert self._loss is not None
             loss = self._loss(output, self._batch.target(microbatch, share), **self._loss_kwargs)
@@ -162,7 +168,9 @@ class StageExecution:
         """SEND_F: sends the output on and keeps only its autograd nodes."""
         assert self._send_forward is not None
         share = self._shares.pop(microbatch)
-        tensors = self._send_forward.send(self._outputs.pop(microbatch), microbatch, share.rows, share.batch_rows)
+        tensors = self._send_forward.send(
+            self._outputs.pop(microbatch), microbatch, share.rows, share.batch_rows, self._inputs.get(microbatch)
+        )
         if self._training:
             self._nodes[microbatch] = [
                 torch.autograd.graph.get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad
@@ -170,7 +178,7 @@ class StageExecution:
 
     def backward(self, microbatch: int) -> None:
         """B: waits for the output's gradients, runs backward, and gives the input's slot back."""
-        received: Received | None = None
+        received: Received | Handed | None = None
         roots: list[Any]
         gradients: list[Tensor]
         if self._receive_backward is None:
@@ -203,6 +211,8 @@ class StageExecution:
             inputs.leaves = []
             inputs.release()
         self.busy_seconds += time.perf_counter() - start
+        if self._hands_backward:
+            self.send_backward(microbatch)
         if received is None:
             return
         if received.is_shared():
@@ -218,12 +228,6 @@ class StageExecution:
         assert self._send_backward is not None
         self._send_backward.send(self._input_gradients.pop(microbatch), microbatch, 0, 0)
 
-    def finish(self) -> None:
-        """Ends a step, after the last action."""
-        if self._training:
-            self._batch.finish()
-        self._batch = _NOTHING
-
     def _weight(self, microbatch: int, loss: Tensor) -> Tensor:
         """What backward starts from: the microbatch's weight in the batch's loss."""
         weight = self._batch.weight(microbatch, self._shares.pop(microbatch)) if self._scale_grads else 1.0
@@ -235,7 +239,7 @@ class StageExecution:
             found = self._weights[key] = torch.full_like(loss, weight, requires_grad=False)
         return found.clone()  # autograd may make it, or a view of it, somebody's `.grad`
 
-    def _own_fresh_gradients(self, *slots: Received | None) -> None:
+    def _own_fresh_gradients(self, *slots: Received | Handed | None) -> None:
         """Makes a `.grad` that lies in a slot a tensor of its own; the slot's memory is only lent.
 
         Autograd may make a received gradient, or a view of it, some tensor's first `.grad`, and a backward may hand
@@ -253,7 +257,7 @@ def _detached(tree: Any) -> Any:
     return pytree.tree_map_only(Tensor, Tensor.detach, tree)
 
 
-def _kept(tree: Any, received: Received | None) -> Any:
+def _kept(tree: Any, received: Received | Handed | None) -> Any:
     """`tree`, with copies of the tensors that lie in a slot that is about to be given back."""
     if received is None:
         return tree

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 
-from pypipe.program import Action, Kind, Program
+from pypipe.program import Action, Channel, Kind, Link, Program, channel_of
 from pypipe.runtime.execution import StageExecution
 
 __all__ = ["Executor"]
+
+Step = tuple[Callable[[int], None], int]
 
 
 class Executor:
@@ -16,18 +19,29 @@ class Executor:
     Args:
         program: the program, with its transfers.
         rank: this rank.
-        stages: the stages that this rank holds.
+        stages: the stages that this rank holds, by their number in the program.
     """
 
     def __init__(self, program: Program, rank: int, stages: Mapping[int, StageExecution]) -> None:
-        # Over most links a receive is posted by the slot's return to the sender; then RECV has nothing left to do.
-        self._actions = [
-            action
-            for action in program.ranks[rank]
-            if not action.kind.is_receive or stages[action.stage].posts(action.kind)
-        ]
-        self._plan = [(_call(action, stages[action.stage]), action.microbatch) for action in self._actions]
+        # Everything that can be known before is done here: run() only calls.
+        self._actions: list[Action] = []
+        self._plan: list[Step] = []
+        order = _LinkOrder(program, rank)
+        for action in program.ranks[rank]:
+            stage, kind, microbatch = stages[action.stage], action.kind, action.microbatch
+            if kind.is_receive:
+                channel = stage.receiver(Kind.F if kind is Kind.RECV_F else Kind.B)
+                if channel.posts:  # else the slot's return to the sender is all that it waits for
+                    self._add(action, channel.post, microbatch)
+                continue
+            for early, earlier in order.before(action):
+                self._add(action, stages[early.target_stage].receiver(early.kind).take, earlier)
+            self._add(action, _call(action, stage), microbatch)
         self._position = 0
+
+    def _add(self, action: Action, call: Callable[[int], None], microbatch: int) -> None:
+        self._actions.append(action)
+        self._plan.append((call, microbatch))
 
     @property
     def action(self) -> Action | None:
@@ -45,6 +59,45 @@ class Executor:
             self._position = position
 
 
+class _LinkOrder:
+    """What a rank's links carry, in order, while its list is walked.
+
+    A link is a FIFO. Where it carries several channels, or a program uses messages in another order than they come in,
+    whatever comes before the message that is to be used has to be taken off the link first.
+    """
+
+    def __init__(self, program: Program, rank: int) -> None:
+        self._program = program
+        self._coming: dict[Link, deque[tuple[Channel, int]]] = {}
+        self._taken: set[tuple[Channel, int]] = set()
+        for action in program.ranks[rank]:
+            if action.kind.is_receive:
+                channel = channel_of(action)
+                self._coming.setdefault(program.link_of(channel), deque()).append((channel, action.microbatch))
+
+    def before(self, action: Action) -> list[tuple[Channel, int]]:
+        """The messages to take off the link before the one that this F, B or I uses."""
+        program, stage = self._program, action.stage
+        if action.kind is Kind.F:
+            kind, source = Kind.F, program.previous_stage(stage)
+        elif action.kind in (Kind.B, Kind.I):
+            kind, source = Kind.B, program.next_stage(stage)
+        else:
+            return []
+        if source is None or program.placement[source] == program.placement[stage]:
+            return []
+        message = (Channel(kind, source, stage), action.microbatch)
+        if message in self._taken:
+            self._taken.remove(message)
+            return []
+        coming = self._coming[program.link_of(message[0])]
+        early = []
+        while (next_one := coming.popleft()) != message:
+            early.append(next_one)
+        self._taken.update(early)
+        return early
+
+
 def _call(action: Action, stage: StageExecution) -> Callable[[int], None]:
     match action.kind:
         case Kind.F:
@@ -55,6 +108,4 @@ def _call(action: Action, stage: StageExecution) -> Callable[[int], None]:
             return stage.send_forward
         case Kind.SEND_B:
             return stage.send_backward
-        case Kind.RECV_F | Kind.RECV_B:
-            return stage.receiver(action.kind).post
     raise ValueError(f"the executor cannot run {action}: it knows F, B and their transfers")

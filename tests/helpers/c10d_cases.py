@@ -241,7 +241,7 @@ def peer_that_leaves_after_its_last_message(rank: int, size: int, group: Any) ->
             schedule.step(x, target=y)
             schedule.close()
             return []
-        hub = schedule._connection.hub
+        hub = schedule._pipeline._running.connection.hub
 
         class Slow:
             def __init__(self, work: Any) -> None:

@@ -1,0 +1,118 @@
+"""From what a trainer asks for to programs that are verified and fit the ranks and the stages that there are."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from pypipe.program import Kind, Program, Verified, build, find_builder, lower, verify
+
+__all__ = ["Fitted", "fit"]
+
+# The builders' name for v, the number of stages on each rank.
+_PER_RANK = "stages_per_rank"
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What step() and eval() run, or why there is nothing to run.
+
+    Args:
+        training: with backwards; None where there is no loss.
+        forward_only: for eval().
+        misfit: how num_stages does not fit the number of ranks; then there are no programs. Only all ranks together can
+            tell which of them is wrong, so it is an error when they meet.
+    """
+
+    training: Verified | None = None
+    forward_only: Verified | None = None
+    misfit: str | None = None
+
+
+def fit(
+    wanted: Program | str,
+    n_ranks: int,
+    num_stages: int,
+    n_microbatches: int,
+    options: dict[str, Any],
+    *,
+    training: bool,
+) -> Fitted:
+    """Builds, lowers and verifies.
+
+    Args:
+        wanted: a program, with or without transfers, or the name of a registered builder.
+        n_ranks: P.
+        num_stages: S, the pieces that the model is cut into.
+        n_microbatches: M.
+        options: what else the builder takes. The number of stages on each rank follows from S and P.
+        training: whether there is a loss.
+
+    Raises:
+        ValueError: M, a name or an option cannot work; a ProgramError, which is one, where the program is faulty.
+    """
+    if isinstance(wanted, Program):
+        if options:
+            raise ValueError(f"{', '.join(options)}: options are for builders, and this program is built already")
+        program = wanted
+    else:
+        built = _build(wanted, n_ranks, num_stages, n_microbatches, options)
+        if isinstance(built, str):
+            return Fitted(misfit=built)
+        program = built
+    if program.n_microbatches != n_microbatches:
+        raise ValueError(
+            f"n_microbatches is {n_microbatches}, but the program {program.name} has {program.n_microbatches}: give "
+            "both the same number"
+        )
+    if program.n_ranks != n_ranks:
+        raise ValueError(
+            f"the pipeline's group has {n_ranks} ranks, but the program {program.name} has {program.n_ranks}: build it "
+            "for as many ranks, or give PipelineStage another group"
+        )
+    misfit = _misfit(program, num_stages)
+    if misfit:
+        return Fitted(misfit=misfit)
+    forward_only = verify(lower(program.compute_only().forward_only()))
+    return Fitted(_verified(program) if training else None, forward_only)
+
+
+def _build(name: str, n_ranks: int, num_stages: int, n_microbatches: int, options: dict[str, Any]) -> Program | str:
+    """The program, or a misfit."""
+    parameters = inspect.signature(find_builder(name)).parameters
+    if _PER_RANK in parameters and _PER_RANK not in options:
+        if num_stages % n_ranks:
+            return (
+                f"num_stages is {num_stages}, but the pipeline's group has {n_ranks} ranks: {name} runs as many stages "
+                f"on each rank as on any other; cut the model into a multiple of {n_ranks} stages"
+            )
+        options = {**options, _PER_RANK: num_stages // n_ranks}
+    try:
+        inspect.signature(find_builder(name)).bind(n_ranks, n_microbatches, **options)
+    except TypeError as error:
+        known = ", ".join(list(parameters)[2:]) or "no options"
+        raise ValueError(f"the schedule {name}: {error}; it takes {known}") from None
+    return build(name, n_ranks, n_microbatches, **options)
+
+
+def _misfit(program: Program, num_stages: int) -> str | None:
+    n_ranks, length = program.n_ranks, len(program.chains[0].stages)
+    if any(len(chain.stages) != length for chain in program.chains):
+        lengths = " and ".join(str(len(chain.stages)) for chain in program.chains)
+        raise ValueError(f"the chains of {program.name} have {lengths} stages: copies of one model have as many")
+    if length == num_stages:
+        return None
+    remedy = f"has {length} stages on them; cut the model into {length} stages"
+    if length == n_ranks:
+        remedy = "runs one stage on each rank; give PipelineStage a group of as many ranks as there are stages"
+    where = f"num_stages is {num_stages}, but the pipeline's group has {n_ranks} ranks"
+    return f"{where}: the schedule {program.name} {remedy}"
+
+
+def _verified(program: Program) -> Verified:
+    has_transfers = any(not action.kind.is_compute for actions in program.ranks for action in actions)
+    verified = verify(program if has_transfers else lower(program))
+    if not any(action.kind in (Kind.B, Kind.I) for actions in program.ranks for action in actions):
+        raise ValueError(f"the program {program.name} has no backward, but there is a loss_fn: leave that out")
+    return verified

@@ -1,0 +1,321 @@
+"""One rank's part of a running pipeline: from the ranks' meeting to the results of each step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pypipe import _core
+from pypipe.errors import InputError, PipelineError, PipelineTimeout
+from pypipe.program import Channel, Kind, Program
+from pypipe.runtime import agreement, failure
+from pypipe.runtime.batch import Batch, ChunkSpecs
+from pypipe.runtime.channels import ReceiveChannel, SendChannel
+from pypipe.runtime.connection import Connection
+from pypipe.runtime.execution import StageExecution
+from pypipe.runtime.executor import Executor
+from pypipe.runtime.fitting import Fitted
+from pypipe.runtime.local import LocalChannel
+from pypipe.runtime.microbatches import merge
+from pypipe.runtime.rendezvous import Card
+from pypipe.runtime.world import World
+
+__all__ = ["Call", "Pipeline", "Settings"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a pipeline is built of, on one rank.
+
+    Args:
+        world: the ranks.
+        device: where this rank's stages live.
+        pieces: which piece of the model each of this rank's modules is, and the module.
+        fitted: what step() and eval() run, or why there is nothing to run.
+        card: what else all ranks must have alike.
+        n_microbatches: M.
+        loss: the loss function, or None.
+        scale_grads: whether gradients are those of the mean over the batch (else of the sum over microbatches).
+        specs: how to cut batches and join outputs.
+        timeout: seconds that any wait may take.
+    """
+
+    world: World
+    device: torch.device
+    pieces: Sequence[tuple[int, torch.nn.Module]]
+    fitted: Fitted
+    card: Card
+    n_microbatches: int
+    loss: Callable[..., Any] | None
+    scale_grads: bool
+    specs: ChunkSpecs
+    timeout: float
+
+    @property
+    def program(self) -> Program | None:
+        """What step() runs, with its transfers."""
+        verified = self.fitted.training or self.fitted.forward_only
+        return verified.program if verified else None
+
+    @property
+    def where(self) -> str:
+        """How messages call this rank's part."""
+        stages = ", ".join(str(piece) for piece, _ in self.pieces)
+        return f"rank {self.world.rank}, stage{'s' if len(self.pieces) > 1 else ''} {stages}"
+
+
+@dataclass(frozen=True)
+class Call:
+    """What step() or eval() was called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any
+    losses: list[Any] | None
+    return_outputs: bool
+    loss_kwargs: dict[str, Any] | None
+    training: bool
+
+
+@dataclass
+class _Running:
+    """What there is once the ranks have met."""
+
+    connection: Connection
+    stages: dict[int, StageExecution]  # by their number in the program
+    executors: dict[bool, Executor] = field(default_factory=dict)  # by whether they train
+
+
+class Pipeline:
+    """Connects at its first call, then runs one batch a call."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._running: _Running | None = None
+        self._failure: str | None = None
+        self._busy = False
+        self._closed = False
+        self.busy_seconds = 0.0
+        self.step_seconds = 0.0
+
+    @property
+    def counters(self) -> dict[Channel, dict[str, int]]:
+        """For each channel between this rank and another, what it has counted."""
+        if self._running is None:
+            return {}
+        connection = self._running.connection
+        counted = {channel: end.counters for channel, end in connection.senders.items()}
+        return counted | {channel: end.counters for channel, end in connection.receivers.items()}
+
+    def close(self) -> None:
+        """Leaves the pipeline. Idempotent."""
+        self._closed = True
+        running, self._running = self._running, None
+        if running is not None:
+            running.connection.close()
+
+    def run(self, call: Call) -> Any:
+        """Runs one batch; returns the merged outputs where this rank has them."""
+        start = time.perf_counter()
+        running = self._ready()
+        settings, executor = self._settings, running.executors[call.training]
+        started = False
+        self._busy = True
+        try:
+            self._check(call)
+            batch = Batch(
+                call.args,
+                call.kwargs,
+                call.target,
+                settings.specs,
+                settings.n_microbatches,
+                first=self._holds_first,
+                training=call.training,
+            )
+            for stage in running.stages.values():
+                stage.begin(
+                    batch,
+                    training=call.training,
+                    keep_results=call.return_outputs,
+                    with_loss=settings.loss is not None and call.target is not None,
+                    loss_kwargs=call.loss_kwargs,
+                )
+            started = True
+            if call.training:
+                executor.run()
+                batch.finish()
+            else:
+                with torch.no_grad():
+                    executor.run()
+            result = self._results(running, call)
+        except BaseException as error:
+            self._fail(error, running.connection, executor if started else None)
+            raise
+        finally:
+            self._busy = False
+            for stage in running.stages.values():
+                stage.reset()
+        self.busy_seconds = sum(stage.busy_seconds for stage in running.stages.values())
+        self.step_seconds = time.perf_counter() - start
+        return result
+
+    def _results(self, running: _Running, call: Call) -> Any:
+        if not self._holds_last:
+            return None
+        losses: dict[int, Any] = {}
+        outputs: dict[int, Any] = {}
+        for stage in running.stages.values():
+            losses |= stage.losses
+            outputs |= stage.results
+        if call.losses is not None:
+            call.losses[:] = [losses[microbatch] for microbatch in sorted(losses)]
+        if not call.return_outputs:
+            return None
+        return merge([outputs[microbatch] for microbatch in sorted(outputs)], self._settings.specs.output)
+
+    def _check(self, call: Call) -> None:
+        where = self._settings.where
+        if call.training and not torch.is_grad_enabled():
+            raise InputError(f"{where}: step() needs gradients, but they are off here (torch.no_grad()): call eval()")
+        if call.losses is not None and not isinstance(call.losses, list):
+            raise InputError(f"{where}: losses is a {type(call.losses).__name__}; give a list, it will be filled")
+        if not self._holds_last:
+            return
+        if call.training and call.target is None:
+            raise InputError(
+                f"{where}: the last rank's step() needs target=, which loss_fn is called with; build the schedule "
+                "without loss_fn to run forward only"
+            )
+        if call.losses is not None and call.target is None:
+            raise InputError(f"{where}: losses= needs target= on the last rank")
+        if call.losses is not None and self._settings.loss is None:
+            raise InputError(f"{where}: losses= needs a schedule with a loss_fn")
+
+    def _fail(self, error: BaseException, connection: Connection, executor: Executor | None) -> None:
+        """Tells every rank, refuses further steps, and raises the public error in place of the core's."""
+        settings, rank = self._settings, self._settings.world.rank
+        action = executor.action if executor is not None else None
+        public: BaseException = error
+        if type(error) is PipelineTimeout:
+            public = PipelineTimeout(f"rank {rank}, at {failure.describe_action(action)}: {error}")
+        elif isinstance(error, _core.CoreError):
+            public = failure.convert(error, connection.hub, rank, action, settings.timeout)
+        else:
+            doing = failure.describe_action(action) if executor is not None else "the start of the step"
+            error.add_note(f"pypipe: on {settings.where}, at {doing}")
+        stage = action.stage if action is not None else settings.pieces[0][0]
+        failure.report(connection.hub, rank, action, public, stage=stage)
+        self._failure = failure.text_of(public)
+        if public is not error:
+            raise public from None
+
+    def _ready(self) -> _Running:
+        """The connection and what runs on it, made at the first call."""
+        where = self._settings.where
+        if self._busy:
+            raise PipelineError(
+                f"{where}: step() or eval() of this schedule is already running, and cannot be called inside it; "
+                "build a second schedule for what runs within the first"
+            )
+        if self._closed:
+            raise PipelineError(f"{where}: this schedule is closed: build a new one, on every rank")
+        if self._failure is not None:
+            raise PipelineError(
+                f"{where}: this schedule failed and cannot go on: build a new one, on every rank. It failed with "
+                f"{self._failure}"
+            )
+        if self._running is None:
+            try:
+                self._running = self._connect()
+            except Exception as error:
+                self._failure = failure.text_of(error)
+                raise
+        else:
+            cause = self._running.connection.hub.cause()
+            if cause is not None:
+                earlier = failure.from_cause(cause, f"{where}, between steps")
+                self._failure = failure.text_of(earlier)
+                raise earlier
+        return self._running
+
+    def _connect(self) -> _Running:
+        settings, program = self._settings, self._settings.program
+        slots = self._slots()
+        links = {channel: program.link_of(channel) for channel in slots} if program is not None else {}
+        connection = Connection(
+            settings.world,
+            settings.device,
+            links,
+            slots,
+            {
+                **settings.card,
+                "stages": [piece for piece, _ in settings.pieces],
+                "n_microbatches": settings.n_microbatches,
+                "program": program.digest() if program is not None else None,
+                "loss_fn": settings.loss is not None,
+                "scale_grads": settings.scale_grads,
+            },
+            agreement.comparison(program, settings.fitted.misfit),
+            settings.timeout,
+        )
+        training, forward_only = settings.fitted.training, settings.fitted.forward_only
+        assert program is not None  # the comparison has seen to it
+        assert forward_only is not None
+        rank = settings.world.rank
+        held = agreement.held_stages(program, rank, [piece for piece, _ in settings.pieces])
+        local = _local_channels(program, rank)
+        senders: dict[Channel, SendChannel | LocalChannel] = {**connection.senders, **local}
+        receivers: dict[Channel, ReceiveChannel | LocalChannel] = {**connection.receivers, **local}
+        stages = {}
+        for stage, position in held.items():
+            piece, module = settings.pieces[position]
+            before, after = program.previous_stage(stage), program.next_stage(stage)
+            stages[stage] = StageExecution(
+                module,
+                f"rank {rank}, stage {piece}",
+                last=after is None,
+                loss=settings.loss,
+                scale_grads=settings.scale_grads,
+                receive_forward=None if before is None else receivers.get(Channel(Kind.F, before, stage)),
+                send_forward=None if after is None else senders.get(Channel(Kind.F, stage, after)),
+                receive_backward=None if after is None else receivers.get(Channel(Kind.B, after, stage)),
+                send_backward=None if before is None else senders.get(Channel(Kind.B, stage, before)),
+            )
+        self._holds_first = any(program.previous_stage(stage) is None for stage in held)
+        self._holds_last = any(program.next_stage(stage) is None for stage in held)
+        running = _Running(connection, stages)
+        running.executors[False] = Executor(forward_only.program, rank, stages)
+        if training is not None:
+            running.executors[True] = Executor(training.program, rank, stages)
+        return running
+
+    def _slots(self) -> dict[Channel, int]:
+        """For each channel of the program, how many slots it gets."""
+        slots: dict[Channel, int] = {}
+        for verified in (self._settings.fitted.forward_only, self._settings.fitted.training):
+            if verified is None:
+                continue
+            for channel, count in verified.slots.items():
+                # The verifier counts the messages that are in use at once. With one slot more, the next message
+                # arrives while they are; without, its transfer would wait for a backward and then be waited for.
+                # So 1F1B's forward channel from rank i has min(M, P - i) slots. (A gradient's slot may also be lost
+                # to somebody who keeps the gradient: one more, however few there are.)
+                microbatches = len(verified.program.microbatches_of(channel.target_stage))
+                most = microbatches if channel.kind is Kind.F else count + 1
+                slots[channel] = max(min(count + 1, most), slots.get(channel, 0))
+        return slots
+
+
+def _local_channels(program: Program, rank: int) -> dict[Channel, LocalChannel]:
+    """The boundaries between two stages of this rank."""
+    channels = {}
+    for stage, holder in enumerate(program.placement):
+        after = program.next_stage(stage)
+        if holder == rank and after is not None and program.placement[after] == rank:
+            channels[Channel(Kind.F, stage, after)] = LocalChannel()
+            channels[Channel(Kind.B, after, stage)] = LocalChannel()
+    return channels

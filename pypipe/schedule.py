@@ -1,0 +1,213 @@
+"""The schedule: the object whose step() trains one batch through the pipeline."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pypipe.errors import ConfigurationError
+from pypipe.program import Channel, Program
+from pypipe.runtime.batch import ChunkSpecs
+from pypipe.runtime.fitting import Fitted, fit
+from pypipe.runtime.pipeline import Call, Pipeline, Settings
+from pypipe.runtime.rendezvous import refuse
+from pypipe.runtime.world import World
+from pypipe.stage import PipelineStage
+
+__all__ = ["Schedule"]
+
+# Read once: a package that is being reinstalled has none for a moment.
+_VERSION = importlib.metadata.version("pypipe")
+
+
+class Schedule:
+    """Runs any program: a registered one, or one of your own.
+
+    Args:
+        program: the name of a registered builder ("1f1b", "zbv", ...), which is built for as many ranks and stages as
+            there are; or a pypipe.program.Program, with or without transfers.
+        stages: this rank's stages, in any order; or its only one.
+        n_microbatches: M, how many microbatches a batch is cut into; any number from 1 up to the batch's length.
+        loss_fn: called on the last stage as loss_fn(output, target, **loss_kwargs); returns a tensor with one element.
+            None: step() runs forward only. Give it on every rank or on none.
+        args_chunk_spec, kwargs_chunk_spec: how arguments are cut: TensorChunkSpec(dim) or Replicate(), nested as the
+            arguments are. Default: every tensor along dimension 0, anything else to every microbatch.
+        output_merge_spec: how the last stage's outputs are joined: TensorChunkSpec(dim), Replicate() or Reduce(...),
+            nested as the output is. Default: tensors along dimension 0.
+        scale_grads: True: gradients are those of the mean over the whole batch, for a loss_fn that takes the mean over
+            its microbatch, each microbatch weighted by its share of the rows. False: plain sums over microbatches.
+        timeout: seconds (or a timedelta) that a rank waits for another one before it raises PipelineTimeout.
+        options: what else the builder takes, by its own names.
+
+    Raises:
+        ConfigurationError: an argument that cannot work, on this rank or on another one.
+    """
+
+    def __init__(
+        self,
+        program: Program | str,
+        stages: Sequence[PipelineStage] | PipelineStage,
+        n_microbatches: int,
+        loss_fn: Callable[..., Any] | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        *,
+        timeout: float | datetime.timedelta = 600.0,
+        **options: Any,
+    ) -> None:
+        given = _listed(stages)
+        world = given[0].world
+        indices = ", ".join(str(stage.stage_index) for stage in given)
+        seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else float(timeout)
+        problem = _problem(given, n_microbatches, loss_fn, seconds)
+        fitted = Fitted()
+        if problem is None:
+            try:
+                fitted = fit(
+                    program,
+                    world.size,
+                    given[0].num_stages,
+                    n_microbatches,
+                    options,
+                    training=loss_fn is not None,
+                )
+            except ValueError as error:
+                problem = str(error)
+        if problem is not None:
+            _refuse(world, f"rank {world.rank}, stage{'s' * (len(given) > 1)} {indices}: {problem}")
+        self._settings = Settings(
+            world=world,
+            device=given[0].device,
+            pieces=[(stage.stage_index, stage.submod) for stage in given],
+            fitted=fitted,
+            card={"version": _VERSION, "num_stages": given[0].num_stages, "schedule": self._kind(program)},
+            n_microbatches=n_microbatches,
+            loss=loss_fn,
+            scale_grads=bool(scale_grads),
+            specs=ChunkSpecs(args_chunk_spec, kwargs_chunk_spec, output_merge_spec),
+            timeout=seconds,
+        )
+        self._pipeline = Pipeline(self._settings)
+
+    def _kind(self, program: Program | str) -> str:
+        """What the ranks compare before they compare programs."""
+        if type(self) is not Schedule:
+            return type(self).__name__
+        return f"Schedule({program.name if isinstance(program, Program) else program!r})"
+
+    @property
+    def program(self) -> Program:
+        """What step() runs, with its transfers."""
+        program = self._settings.program
+        if program is None:
+            raise ConfigurationError(f"{self._settings.where}: {self._settings.fitted.misfit}")
+        return program
+
+    @property
+    def counters(self) -> dict[Channel, dict[str, int]]:
+        """For each channel of this rank, what it has counted: messages, bytes, layouts, allocations, slots, ..."""
+        return self._pipeline.counters
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds that this rank spent in forwards and backwards during the last step() or eval()."""
+        return self._pipeline.busy_seconds
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds that the last step() or eval() took on this rank."""
+        return self._pipeline.step_seconds
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Trains one batch: forwards, losses and backwards of all microbatches. Gradients add up in `.grad`.
+
+        Every rank calls it. The first stage takes `args`, which other ranks may pass as well (they are ignored there);
+        each stage takes the keyword arguments that its own rank passes.
+
+        Args:
+            args: the first stage's positional arguments, for the whole batch.
+            target: for loss_fn, for the whole batch; used on the rank of the last stage.
+            losses: on the rank of the last stage, filled with the microbatches' losses, in order, unscaled and
+                detached.
+            return_outputs: whether the rank of the last stage keeps and returns the outputs.
+            loss_kwargs: further keyword arguments of loss_fn.
+            kwargs: the keyword arguments of each of this rank's stages, for the whole batch.
+
+        Returns:
+            On the rank of the last stage the merged outputs, detached; elsewhere, or without return_outputs, None.
+
+        Raises:
+            InputError: the batch does not fit; RemoteStageError, PeerLost, PipelineTimeout: another rank failed, died
+                or did not come; or whatever a stage or the loss function raised on this rank.
+        """
+        training = self._settings.loss is not None
+        return self._pipeline.run(Call(args, kwargs, target, losses, return_outputs, loss_kwargs, training))
+
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Runs forwards only, without gradients and without touching any; losses too, where `target` is given.
+
+        Arguments, result and errors are step()'s. Module.eval() is yours to call.
+        """
+        return self._pipeline.run(Call(args, kwargs, target, losses, return_outputs, loss_kwargs, training=False))
+
+    def close(self) -> None:
+        """Leaves the pipeline. Idempotent; also done when the schedule is collected and when Python exits."""
+        self._pipeline.close()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _listed(stages: Any) -> list[PipelineStage]:
+    given = [stages] if isinstance(stages, PipelineStage) else list(stages) if isinstance(stages, Sequence) else None
+    if not given or not all(isinstance(stage, PipelineStage) for stage in given):
+        what = "an empty list" if given == [] else f"a {type(stages).__name__}"
+        if given:
+            what = "a list with a " + next(type(stage).__name__ for stage in given if type(stage) is not PipelineStage)
+        raise ConfigurationError(f"a schedule takes this rank's PipelineStage objects, not {what}")
+    return given
+
+
+def _refuse(world: World, problem: str) -> None:
+    refuse(world, problem)
+    raise ConfigurationError(problem)
+
+
+def _problem(given: Sequence[PipelineStage], count: Any, loss: Any, seconds: float) -> str | None:
+    for what, values in (
+        ("groups", [stage.world.name for stage in given]),
+        ("num_stages", [stage.num_stages for stage in given]),
+        ("devices", [str(stage.device) for stage in given]),
+    ):
+        if len(set(values)) > 1:
+            return f"the stages of this rank have different {what} ({', '.join(map(str, values))}): give them the same"
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        return f"n_microbatches is {count!r}; a batch is cut into 1 microbatch or more"
+    if loss is not None and not callable(loss):
+        return f"loss_fn is a {type(loss).__name__}; give a function loss_fn(output, target)"
+    if not seconds > 0:
+        return f"timeout is {seconds:g} s; give a positive number of seconds"
+    return None
