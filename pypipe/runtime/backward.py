@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["run_backward"]
+__all__ = ["as_recorded", "run_backward"]
 
 # torch.autograd.backward() spends more time on checking its arguments in Python than a small stage's backward takes;
 # the engine checks shapes and dtypes itself. Others that know their roots call it as well, so it is unlikely to go.
 _engine: Any = torch.autograd.Variable._execution_engine
 
 
-def run_backward(roots: list[Any], gradients: list[Tensor]) -> None:
-    """Backward from tensors or gradient edges; gradients add up in the leaves' `.grad`."""
-    device = gradients[0].device.type
-    arguments = (tuple(roots), tuple(gradients), False, False, ())  # no retain_graph, no create_graph, all leaves
-    if torch.is_autocast_enabled(device):
-        # As for loss.backward() after the autocast region: each operation runs in the dtype of its forward.
-        with torch.autocast(device, enabled=False):
-            _engine.run_backward(*arguments, allow_unreachable=True, accumulate_grad=True)
-    else:
+def run_backward(
+    roots: Sequence[Any], gradients: Sequence[Tensor], *, ends: Sequence[Any] = (), keep_graph: bool = False
+) -> None:
+    """Backward from tensors or gradient edges; gradients add up in the leaves' `.grad`.
+
+    Args:
+        roots: what backward starts from, with one gradient each.
+        ends: edges; only what leads to them is computed. If none, all that the roots lead to.
+        keep_graph: whether nodes keep what they saved.
+    """
+    arguments = (tuple(roots), tuple(gradients), keep_graph, False, tuple(ends))  # no create_graph
+    with as_recorded(gradients[0].device.type):
         _engine.run_backward(*arguments, allow_unreachable=True, accumulate_grad=True)
+
+
+def as_recorded(device: str) -> AbstractContextManager[Any]:
+    """Backward operations run in the dtypes of the forward, as for loss.backward() after the autocast region."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _as_is
+
+
+_as_is: AbstractContextManager[Any] = nullcontext()
