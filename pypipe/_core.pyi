@@ -9,9 +9,9 @@ class CoreError(RuntimeError):
     fault: typing.ClassVar[str] = ''
 class Patience:
     """
-    How long (seconds) and how eagerly (polls before parking) to wait.
+    How long (seconds) and how eagerly to wait: polls before parking, and seconds of more polls while waits are that short.
     """
-    def __init__(self, timeout: typing.SupportsFloat | typing.SupportsIndex, spins: typing.SupportsInt | typing.SupportsIndex = 0) -> None:
+    def __init__(self, timeout: typing.SupportsFloat | typing.SupportsIndex, spins: typing.SupportsInt | typing.SupportsIndex = 0, longest_spin: typing.SupportsFloat | typing.SupportsIndex = 0.0) -> None:
         ...
     @property
     def spins(self) -> int:

@@ -15,6 +15,7 @@
 // word has changed.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -32,8 +33,23 @@ static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
 // (Ctrl-C).
 struct Patience {
   std::chrono::nanoseconds timeout{std::chrono::minutes(10)};
-  std::uint32_t spins = 0;  // polls before parking; 0 where ranks outnumber cores
+  std::uint32_t spins = 0;                   // polls before parking; few where ranks outnumber cores
+  std::chrono::nanoseconds longest_spin{0};  // more polls, for so long, by a waiter with a habit of short waits
   std::function<void()> interruption;
+};
+
+// How long one waiter's waits have taken lately. To sleep and to be woken costs tens of microseconds, the one who
+// wakes too; polling through a wait of many milliseconds saves nothing of that. Private to the waiter.
+class Habit {
+ public:
+  [[nodiscard]] bool is_short(std::chrono::nanoseconds longest) const noexcept { return lately_ < longest; }
+  // One long wait (the first of a step) must not hide for long that the others are short, so it counts in part.
+  void note(std::chrono::nanoseconds wait, std::chrono::nanoseconds longest) noexcept {
+    lately_ = (3 * lately_ + std::min(wait, 4 * longest)) / 4;
+  }
+
+ private:
+  std::chrono::nanoseconds lately_{0};
 };
 
 // Wakes whoever sleeps at the bell. Call after publishing the data with a release store.
@@ -48,16 +64,25 @@ void park(Doorbell& bell, std::uint32_t seen, std::chrono::steady_clock::time_po
 void relax() noexcept;
 }  // namespace detail
 
-// Returns true once ready() holds, false when the timeout has passed. `trouble()` is called before parking
-// and after each wake-up, and throws when waiting has become pointless; what was published before is still
-// delivered.
-template <class Ready, class Trouble>
-[[nodiscard]] bool await(Doorbell& bell, const Patience& patience, Ready ready, Trouble trouble) {
-  if (ready()) return true;
+namespace detail {
+
+template <class Ready>
+bool poll(const Patience& patience, bool long_spin, std::chrono::steady_clock::time_point start, Ready& ready) {
   for (std::uint32_t spin = 0; spin < patience.spins; ++spin) {
-    detail::relax();
+    relax();
     if (ready()) return true;
   }
+  while (long_spin && std::chrono::steady_clock::now() - start < patience.longest_spin) {
+    for (int spin = 0; spin < 32; ++spin) {  // the clock costs as much as a few polls
+      relax();
+      if (ready()) return true;
+    }
+  }
+  return false;
+}
+
+template <class Ready, class Trouble>
+bool sleep(Doorbell& bell, const Patience& patience, Ready& ready, Trouble& trouble) {
   const auto deadline = std::chrono::steady_clock::now() + patience.timeout;
   const struct Sleeper {
     explicit Sleeper(Doorbell& at) noexcept : bell(at) { bell.sleepers.fetch_add(1, std::memory_order_seq_cst); }
@@ -77,8 +102,29 @@ template <class Ready, class Trouble>
     }
     if (patience.interruption) patience.interruption();
     if (std::chrono::steady_clock::now() >= deadline) return ready();
-    detail::park(bell, seen, deadline);
+    park(bell, seen, deadline);
   }
+}
+
+}  // namespace detail
+
+// Returns true once ready() holds, false when the timeout has passed. `trouble()` is called before parking
+// and after each wake-up, and throws when waiting has become pointless; what was published before is still
+// delivered.
+template <class Ready, class Trouble>
+[[nodiscard]] bool await(Doorbell& bell, const Patience& patience, Ready ready, Trouble trouble) {
+  return ready() || detail::poll(patience, false, {}, ready) || detail::sleep(bell, patience, ready, trouble);
+}
+
+// The same, for a waiter that comes again and again: it polls for longer while that is how long its waits take.
+template <class Ready, class Trouble>
+[[nodiscard]] bool await(Doorbell& bell, const Patience& patience, Habit& habit, Ready ready, Trouble trouble) {
+  if (ready()) return true;
+  const auto start = std::chrono::steady_clock::now();
+  const bool came = detail::poll(patience, habit.is_short(patience.longest_spin), start, ready) ||
+                    detail::sleep(bell, patience, ready, trouble);
+  habit.note(std::chrono::steady_clock::now() - start, patience.longest_spin);
+  return came;
 }
 
 }  // namespace pypipe

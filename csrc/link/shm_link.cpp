@@ -126,7 +126,7 @@ std::uint64_t ShmSendLink::send(const Envelope& envelope, std::span<const Part> 
     collect_credits();
     return lane.old_in_flight < lane.free.size();  // so that all generations together never exceed `slots`
   };
-  if (!await(rings_->sender, patience, ready, [this] { hub_.check(peer_); })) {
+  if (!await(rings_->sender, patience, slot_waits_, ready, [this] { hub_.check(peer_); })) {
     throw Error(Fault::timeout, "no slot came free on " + about(envelope.channel, peer_));
   }
   const std::uint32_t slot = lane.free.back();
@@ -177,7 +177,7 @@ ShmReceiveLink::Lane& ShmReceiveLink::lane(std::uint32_t channel, std::uint32_t 
 
 Arrival ShmReceiveLink::receive(Stream /*stream*/, const Patience& patience) {
   const auto ready = [this] { return rings_->published.load(std::memory_order_acquire) != consumed_; };
-  if (!await(rings_->receiver, patience, ready, [this] { hub_.check(peer_); })) {
+  if (!await(rings_->receiver, patience, message_waits_, ready, [this] { hub_.check(peer_); })) {
     throw Error(Fault::timeout, "no message came from rank " + std::to_string(peer_));
   }
   const Message message = messages(rings_)[consumed_ % capacity_];

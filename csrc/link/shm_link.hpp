@@ -58,6 +58,7 @@ class ShmSendLink final : public SendLink {
   ShmRings* rings_;
   std::uint64_t published_ = 0;
   std::uint64_t collected_ = 0;
+  Habit slot_waits_;
   std::map<std::uint32_t, Lane> lanes_;
 };
 
@@ -86,6 +87,7 @@ class ShmReceiveLink final : public ReceiveLink {
   std::shared_ptr<Segment> memory_;
   ShmRings* rings_;
   std::uint64_t consumed_ = 0;
+  Habit message_waits_;
   std::uint64_t returned_ = 0;
   std::map<std::uint32_t, Lane> lanes_;
 };

@@ -1,6 +1,8 @@
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <chrono>
 #include <exception>
 
 #include "base/error.hpp"
@@ -31,6 +33,11 @@ void handle_signals() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
+std::chrono::nanoseconds nanoseconds(double seconds) {
+  constexpr double most = 1e9;  // some 30 years; more would overflow nanoseconds
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(std::min(seconds, most)));
+}
+
 }  // namespace
 
 void register_base(py::module_& module) {
@@ -38,18 +45,18 @@ void register_base(py::module_& module) {
   py::reinterpret_borrow<py::object>(core_error).attr("fault") = "";
   py::register_exception_translator(&translate);
 
-  py::class_<Patience>(module, "Patience", "How long (seconds) and how eagerly (polls before parking) to wait.")
-      .def(py::init([](double timeout, std::uint32_t spins) {
-             constexpr double most = 1e9;  // some 30 years; more would overflow nanoseconds
-             const double seconds = timeout < most ? timeout : most;
+  py::class_<Patience>(module, "Patience",
+                       "How long (seconds) and how eagerly to wait: polls before parking, and "
+                       "seconds of more polls while waits are that short.")
+      .def(py::init([](double timeout, std::uint32_t spins, double longest_spin) {
              Patience patience;
-             patience.timeout =
-                 std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(seconds));
+             patience.timeout = nanoseconds(timeout);
              patience.spins = spins;
+             patience.longest_spin = nanoseconds(longest_spin);
              patience.interruption = &handle_signals;
              return patience;
            }),
-           py::arg("timeout"), py::arg("spins") = 0)
+           py::arg("timeout"), py::arg("spins") = 0, py::arg("longest_spin") = 0.0)
       .def_property_readonly(
           "timeout", [](const Patience& patience) { return std::chrono::duration<double>(patience.timeout).count(); })
       .def_readonly("spins", &Patience::spins);

@@ -23,8 +23,8 @@ __all__ = ["Connection"]
 
 # A wait of some tens of microseconds is cheaper to spin through than to sleep through, but only on a core of one's
 # own: with more ranks than cores, whoever spins keeps the one that is waited for from running.
-_SPINS_ALONE = 2000
-_SPINS_CROWDED = 20
+_SPINS_ALONE, _LONGEST_SPIN_ALONE = 2000, 1e-3
+_SPINS_CROWDED, _LONGEST_SPIN_CROWDED = 20, 0.0
 
 
 class Connection:
@@ -94,7 +94,11 @@ class Connection:
         me, cards = self.world.rank, meeting.cards
         here = sum(card["host"] == cards[me]["host"] for card in cards)
         crowded = here > len(os.sched_getaffinity(0))
-        patience = _core.Patience(timeout, _SPINS_CROWDED if crowded else _SPINS_ALONE)
+        patience = (
+            _core.Patience(timeout, _SPINS_CROWDED, _LONGEST_SPIN_CROWDED)
+            if crowded
+            else _core.Patience(timeout, _SPINS_ALONE, _LONGEST_SPIN_ALONE)
+        )
         numbers = {channel: number for number, channel in enumerate(links)}
         # All ranks decide for all links, so that what cannot be is an error on every rank.
         ways = {link: carrier_of(link, cards) for link in sorted(set(links.values()))}

@@ -82,7 +82,8 @@ void duel(std::uint64_t seed, std::uint64_t rounds, bool with_trouble) {
 }
 
 // Two threads, two bells: each waits for the other's count.
-void ping_pong(std::uint64_t seed, std::uint64_t rounds, std::uint32_t spins) {
+void ping_pong(std::uint64_t seed, std::uint64_t rounds, std::uint32_t spins,
+               std::chrono::nanoseconds longest_spin = std::chrono::nanoseconds(0)) {
   struct Side {
     Doorbell bell;
     alignas(64) std::atomic<std::uint64_t> count{0};
@@ -92,11 +93,14 @@ void ping_pong(std::uint64_t seed, std::uint64_t rounds, std::uint32_t spins) {
     Random random(seed * 2 + me);
     Side& mine = sides[me];
     Side& other = sides[1 - me];
-    const Patience waiting = patience(ages, spins);
+    Patience waiting = patience(ages, spins);
+    waiting.longest_spin = longest_spin;
+    Habit habit;
     for (std::uint64_t round = 1; round <= rounds; ++round) {
       if (me == 1) {
         check(await(
-                  mine.bell, waiting, [&] { return other.count.load(std::memory_order_acquire) >= round; }, no_trouble),
+                  mine.bell, waiting, habit, [&] { return other.count.load(std::memory_order_acquire) >= round; },
+                  no_trouble),
               "a ping never came");
       }
       dawdle(random);
@@ -104,7 +108,8 @@ void ping_pong(std::uint64_t seed, std::uint64_t rounds, std::uint32_t spins) {
       notify(other.bell);
       if (me == 0) {
         check(await(
-                  mine.bell, waiting, [&] { return other.count.load(std::memory_order_acquire) >= round; }, no_trouble),
+                  mine.bell, waiting, habit, [&] { return other.count.load(std::memory_order_acquire) >= round; },
+                  no_trouble),
               "a pong never came");
       }
     }
@@ -200,6 +205,21 @@ void edges() {
   expect(Fault::usage, [&] { (void)await(bell, patient, never, no_trouble); }, "interruptions while parked");
 }
 
+// Short waits make a habit of polling; one long wait ends it, and a few short ones bring it back.
+void habits() {
+  using std::chrono::microseconds;
+  constexpr microseconds longest(1000);
+  Habit habit;
+  check(habit.is_short(longest), "a new waiter does not poll");
+  check(!habit.is_short(microseconds(0)), "a waiter polls where it must not");
+  habit.note(std::chrono::seconds(5), longest);
+  check(!habit.is_short(longest), "a long wait changes nothing");
+  habit.note(microseconds(10), longest);
+  check(habit.is_short(longest), "one long wait is remembered for too long");
+  for (int wait = 0; wait < 20; ++wait) habit.note(microseconds(1500), longest);
+  check(!habit.is_short(longest), "waits of 1.5 ms are taken for short ones");
+}
+
 }  // namespace
 }  // namespace pypipe::test
 
@@ -219,9 +239,14 @@ int main(int count, char** values) {
   ping_pong(seed + 20, slow_rounds, 0);
   begin("ping-pong with a short spin: a lost wake-up", 45);
   ping_pong(seed + 30, slow_rounds, 30);
+  // Waits lie about at the limit, so that the waiters go to and fro between polling and sleeping.
+  begin("ping-pong with a spin by habit: a lost wake-up", 45);
+  ping_pong(seed + 35, slow_rounds, 30, std::chrono::microseconds(20));
+  begin("habits");
+  habits();
   begin("a crowd at one bell: a lost wake-up", 45);
   crowd(seed + 40, slow_rounds / 5);
   std::printf("doorbell_stress: seed %llu, %llu duels over data and over trouble, %llu ping-pongs, %llu in a crowd\n",
               static_cast<unsigned long long>(seed), static_cast<unsigned long long>(rounds),
-              static_cast<unsigned long long>(2 * slow_rounds), static_cast<unsigned long long>(slow_rounds / 5));
+              static_cast<unsigned long long>(3 * slow_rounds), static_cast<unsigned long long>(slow_rounds / 5));
 }
