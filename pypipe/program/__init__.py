@@ -1,6 +1,7 @@
 """Schedules as data: built, lowered, verified, simulated and drawn, without importing torch."""
 
 from .actions import Action, Kind
+from .bubble import Bubble, split_bubble
 from .builders import Builder, build, builder_names, find_builder, gpipe, one_f_one_b, register
 from .drawing import grid
 from .errors import ProgramError
@@ -12,6 +13,7 @@ from .verification import Verified, verify
 
 __all__ = [
     "Action",
+    "Bubble",
     "Builder",
     "Chain",
     "Channel",
@@ -33,5 +35,6 @@ __all__ = [
     "peak_memory",
     "register",
     "simulate",
+    "split_bubble",
     "verify",
 ]

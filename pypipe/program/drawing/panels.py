@@ -1,0 +1,222 @@
+"""What every picture of a timeline shows, whatever it is drawn with: names, numbers and scales."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..actions import Action, Kind
+from ..bubble import split_bubble
+from ..programs import Program
+from ..simulation import Event, Timeline, simulate
+
+COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W)
+MEANINGS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One timeline with its caption. Pictures of several panels show them one below the other, on one scale.
+
+    Args:
+        timeline: what is drawn, simulated or measured.
+        title: its caption, such as "1f1b, measured"; by default the program's name.
+        in_microseconds: whether its times are microseconds; else they are numbers without a unit.
+    """
+
+    timeline: Timeline
+    title: str = ""
+    in_microseconds: bool = False
+
+
+Drawn = Panel | Timeline | Program
+
+
+def panels_of(drawn: Sequence[Drawn]) -> list[Panel]:
+    """Panels for whatever may be drawn; a program is drawn with unit times.
+
+    Raises:
+        ProgramError: a program cannot be simulated.
+        ValueError: there is nothing to draw.
+    """
+    if not drawn:
+        raise ValueError("there is nothing to draw: give a timeline or a program")
+    panels = []
+    for one in drawn:
+        if isinstance(one, Program):
+            one = simulate(one, forward=1.0, backward=1.0, input_backward=1.0, weight_backward=1.0)
+        panels.append(one if isinstance(one, Panel) else Panel(one))
+    return [panel if panel.title else Panel(panel.timeline, *_default(panel)) for panel in panels]
+
+
+def _default(panel: Panel) -> tuple[str, bool]:
+    return panel.timeline.program.name, panel.in_microseconds
+
+
+def is_linear(program: Program) -> bool:
+    """Whether ranks and stages are one to one, so that a rank's row may be called by its stage."""
+    return program.placement == tuple(range(program.n_ranks))
+
+
+def row_name(program: Program, rank: int) -> str:
+    """What a rank's row is called."""
+    return f"{'Stage' if is_linear(program) else 'Rank'} {rank}"
+
+
+def short_label(program: Program, action: Action) -> str:
+    """An action's name within its rank's row: the stage is left out where the row has one stage only."""
+    return f"{action.kind.label}{action.microbatch}" if is_linear(program) else str(action)
+
+
+def chunks(program: Program) -> list[int]:
+    """For each stage, its number among the stages of its rank, from 0."""
+    seen = [0] * program.n_ranks
+    numbers = []
+    for rank in program.placement:
+        numbers.append(seen[rank])
+        seen[rank] += 1
+    return numbers
+
+
+def live_activations(timeline: Timeline) -> list[list[int]]:
+    """For each rank and event, how many activations are alive while it runs, its own included.
+
+    One activation is that of one stage and microbatch: alive from the start of its F to the end of its B, or
+    of its W, which is what `Verified.peak_activations` counts. Where nothing runs backward, F frees its own.
+    """
+    freeing = frees(timeline)
+    counts = []
+    for events in timeline.ranks:
+        alive = 0
+        row = []
+        for action, _, _ in events:
+            alive += action.kind is Kind.F
+            row.append(alive)
+            alive -= action.kind in freeing
+        counts.append(row)
+    return counts
+
+
+def kinds_of(panels: Sequence[Panel]) -> list[Kind]:
+    """The kinds of action that these timelines hold, in the order of a legend."""
+    found = {event.action.kind for panel in panels for events in panel.timeline.ranks for event in events}
+    return [kind for kind in COMPUTE if kind in found]
+
+
+def frees(timeline: Timeline) -> frozenset[Kind]:
+    """The kinds of action after which an activation is not needed any more."""
+    ending = frozenset((Kind.B, Kind.W))
+    backward = any(event.action.kind in ending for events in timeline.ranks for event in events)
+    return ending if backward else frozenset((Kind.F,))
+
+
+def ticks(length: float, most: int) -> list[float]:
+    """Round numbers from 0 on that divide a time axis: at most `most` of them, at 1, 2 or 5 times a power of ten.
+
+    Args:
+        length: where the axis ends.
+        most: at least 2.
+    """
+    if not length > 0:
+        return [0.0]
+    power = 10.0 ** math.floor(math.log10(length / most))
+    step = next(factor * power for factor in (1, 2, 5, 10, 20) if length // (factor * power) + 1 <= most)
+    return [round(number * step, 12) for number in range(int(length // step) + 1)]
+
+
+def time_unit(longest: float, in_microseconds: bool) -> tuple[float, str]:
+    """The unit that suits times up to `longest`, and how many microseconds it has; `(1, "")` for plain numbers."""
+    if not in_microseconds:
+        return 1.0, ""
+    units = ((1e6, "s"), (1e3, "ms"))
+    return next((unit for unit in units if abs(longest) >= unit[0]), (1.0, "µs"))
+
+
+def time_text(value: float, in_microseconds: bool, digits: int = 4) -> str:
+    """A time as a person reads it: `12.5`, or with a unit `12.5 µs`, `3.2 ms`, `1.05 s`."""
+    size, unit = time_unit(value, in_microseconds)
+    return f"{number_text(value / size, max(digits, len(str(int(abs(value / size))))))} {unit}".rstrip()
+
+
+def number_text(value: float, digits: int = 6) -> str:
+    """A number with this many significant digits at most, and no more than it needs."""
+    text = f"{value:.{digits}g}"
+    if "e" in text:
+        text = f"{value:.0f}" if abs(value) >= 1 else f"{value:.12f}".rstrip("0")
+    return "0" if text in ("-0", "0.") else text
+
+
+def share_text(share: float) -> str:
+    """A share as percent, with one digit after the point; a nothing is `0`."""
+    text = f"{share:.1%}"
+    return "0%" if text in ("0.0%", "-0.0%") else text
+
+
+def caption(panel: Panel, *, title: bool = True) -> str:
+    """One line: what is drawn, and its figures."""
+    timeline = panel.timeline
+    step = time_text(timeline.step_time, panel.in_microseconds)
+    figures = (
+        f"P={timeline.program.n_ranks}, M={timeline.program.n_microbatches}, {mean_times(panel)}: "
+        f"step {step}, bubble {share_text(timeline.bubble_ratio)}{_causes(timeline)}"
+    )
+    return f"{panel.title}, {figures}" if title else figures
+
+
+def _causes(timeline: Timeline) -> str:
+    """What the bubble consists of, if that is not one thing only."""
+    bubble = split_bubble(timeline)
+    parts = {
+        "warm-up and cool-down": share_text(bubble.warm_up_and_cool_down),
+        "imbalance": share_text(bubble.imbalance),
+        "exposed transfer": share_text(bubble.exposed_transfer),
+    }
+    present = [f"{name} {share}" for name, share in parts.items() if share != "0%"]
+    return f" ({', '.join(present)})" if len(present) > 1 else ""
+
+
+def mean_times(panel: Panel) -> str:
+    """The mean time of each kind of action, such as `F 1, B 2`."""
+    return ", ".join(
+        f"{kind.label} {time_text(math.fsum(times) / len(times), panel.in_microseconds)}"
+        for kind in kinds_of([panel])
+        if (times := [end - start for events in panel.timeline.ranks for a, start, end in events if a.kind is kind])
+    )
+
+
+def idle_shares(timeline: Timeline) -> list[float]:
+    """For each rank, the idle share of the step."""
+    step_time = timeline.step_time
+    return [idle / step_time if step_time else 0.0 for idle in timeline.idle]
+
+
+def end_of(panels: Sequence[Panel]) -> float:
+    """Where the common time axis ends."""
+    return max(panel.timeline.step_time for panel in panels)
+
+
+__all__ = [
+    "COMPUTE",
+    "MEANINGS",
+    "Drawn",
+    "Event",
+    "Panel",
+    "caption",
+    "chunks",
+    "end_of",
+    "frees",
+    "idle_shares",
+    "is_linear",
+    "kinds_of",
+    "live_activations",
+    "mean_times",
+    "number_text",
+    "panels_of",
+    "row_name",
+    "share_text",
+    "short_label",
+    "ticks",
+    "time_text",
+    "time_unit",
+]
