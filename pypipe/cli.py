@@ -93,6 +93,46 @@ def doctor(as_json: bool) -> None:
     raise SystemExit(examination.main(as_json))
 
 
+@main.command()
+@click.argument("name")
+@click.option("-p", "--ranks", type=int, help="P, the number of ranks.", show_default=False)
+@click.option("-m", "--microbatches", type=int, help="M, the number of microbatches.", show_default=False)
+@click.option("-v", "--stages-per-rank", type=int, help="Stages on each rank, for schedules that have several.")
+@click.option("--tf", help="Time of a forward: one number, or one for each stage, as 1,1,2.  [default: 1]")
+@click.option("--tb", help="Time of a backward's input half; without --tw, of a whole backward too.  [default: 1]")
+@click.option("--tw", help="Time of its weight half; a whole backward takes both.  [default: that of --tb]")
+@click.option("--tc", help="Latency of a transfer from rank to rank.  [default: 0]")
+@click.option("--svg", type=click.Path(path_type=Path), help="Write the timeline as SVG into this file.")
+@click.option("--html", type=click.Path(path_type=Path), help="Write it as one HTML page with zoom.")
+@click.option("--trace", type=click.Path(path_type=Path), help="Write it as a Chrome trace, for Perfetto.")
+def show(
+    name: str,
+    ranks: int | None,
+    microbatches: int | None,
+    stages_per_rank: int | None,
+    tf: str | None,
+    tb: str | None,
+    tw: str | None,
+    tc: str | None,
+    **files: Path | None,
+) -> None:
+    """Draw the timeline of a schedule, a program or a trace.
+
+    NAME is a schedule's name, such as 1f1b; a CSV file with a program; or a .json file, such as --trace wrote.
+    """
+    from pypipe import show as views
+
+    try:
+        panels = views.panels_for(name, ranks, microbatches, stages_per_rank, views.Times(tf, tb, tw, tc))
+        for kind, path in files.items():
+            if path is not None:
+                views.write(panels, f"--{kind}", path)
+    except ValueError as error:
+        raise _BadInput(str(error)) from error
+    # Without a stop at bytes that are colours: whether there are any is decided already.
+    click.echo(views.picture(panels), color=True)
+
+
 def _summary(result: Result) -> str:
     lines = [
         f"{result.schedule}, P={result.stages}, M={result.microbatches}, {result.steps} steps",

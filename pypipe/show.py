@@ -1,0 +1,175 @@
+"""What `pypipe show` does: finds or builds a program or a trace, and draws its timeline."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from pypipe.program import Program, build, builder_names, lower, simulate, verify
+from pypipe.program.drawing import Panel, chrome_trace, html, read_chrome_trace, svg, terminal
+
+_WIDTH_OF_A_FILE = 160
+_PLAIN = str.maketrans("·─▒µ", ".-#u")
+
+
+class ShowError(ValueError):
+    """What cannot be shown or written; the message says what to do instead."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """What is given as `--tf`, `--tb`, `--tw` and `--tc`: one number, or numbers for each stage with commas between.
+
+    Args:
+        forward: time of an F.
+        backward: time of an I; of a B too, unless there is `weight`.
+        weight: time of a W, by default that of an I; where it is given, a B takes an I and a W.
+        transfer: latency of a hop from rank to rank.
+    """
+
+    forward: str | None = None
+    backward: str | None = None
+    weight: str | None = None
+    transfer: str | None = None
+
+    def of(self, program: Program) -> Panel:
+        """The program in simulated time.
+
+        Raises:
+            ShowError: a time is no number from 0 on, or there is not one for each stage.
+            ProgramError: the program cannot be simulated.
+        """
+        forward = _numbers("--tf", self.forward or "1", program)
+        half = _numbers("--tb", self.backward or "1", program)
+        weight = half if self.weight is None else _numbers("--tw", self.weight, program)
+        whole = half if self.weight is None else [i + w for i, w in zip(half, weight, strict=True)]
+        timeline = simulate(
+            program,
+            forward=forward,
+            backward=whole,
+            input_backward=half,
+            weight_backward=weight,
+            hop=_numbers("--tc", self.transfer or "0", program),
+        )
+        return Panel(timeline)
+
+    @property
+    def given(self) -> bool:
+        """Whether there is any."""
+        return any(each is not None for each in (self.forward, self.backward, self.weight, self.transfer))
+
+
+def panels_for(
+    name: str, ranks: int | None, microbatches: int | None, per_rank: int | None, times: Times
+) -> list[Panel]:
+    """What a name means: a schedule of the registry, or a file.
+
+    Args:
+        name: a registered name, or a path: of a saved trace (`.json`), or else of a program in CSV.
+        ranks: P, for a registered name.
+        microbatches: M, for a registered name; a CSV's own number is checked against it.
+        per_rank: v, for a schedule that has several stages on each rank.
+        times: of the actions, except of a trace's.
+
+    Raises:
+        ShowError, ConfigurationError, ProgramError: all of them ValueErrors, for the user.
+    """
+    path = Path(name)
+    if name in builder_names():
+        if ranks is None or microbatches is None:
+            raise ShowError(f"{name} needs a number of ranks and of microbatches: give -p and -m, such as -p 4 -m 8")
+        options = {} if per_rank is None else {"stages_per_rank": per_rank}
+        try:
+            program = build(name, ranks, microbatches, **options)
+        except TypeError:  # a builder without that parameter
+            raise ShowError(f"{name} takes no number of stages per rank: leave -v out") from None
+        return [times.of(_verified(program))]
+    if not path.is_file():
+        raise ShowError(
+            f"{name} is no file, and no schedule is called so: give a file, or one of {', '.join(builder_names())}"
+        )
+    given = {"-p": ranks, "-m": microbatches, "-v": per_rank}
+    for option, number in given.items():
+        if number is not None:
+            raise ShowError(f"{option} is for schedules with a name; the file {name} has its own number: leave it out")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ShowError(f"cannot read {name} ({error.strerror}): give a readable file") from error
+    except UnicodeDecodeError as error:
+        raise ShowError(f"{name} is not UTF-8 at byte {error.start}: give a program in CSV, or a trace") from error
+    try:
+        if path.suffix == ".json":
+            if times.given:
+                raise ShowError("--tf, --tb, --tw and --tc are for programs; a trace has its own times: leave them out")
+            return read_chrome_trace(text)
+        return [times.of(_verified(_program(text, path.stem)))]
+    except ValueError as error:
+        raise error if isinstance(error, ShowError) else ShowError(f"{name}: {error}") from error
+
+
+def picture(panels: list[Panel]) -> str:
+    """The timelines for the terminal that is there, or else for a file 160 columns wide."""
+    from rich.console import Console
+
+    console = Console()
+    narrow = sys.stdout.isatty() or "COLUMNS" in os.environ
+    text = terminal(
+        *panels,
+        width=shutil.get_terminal_size().columns if narrow else _WIDTH_OF_A_FILE,
+        colour=console.color_system is not None and not console.no_color,
+    )
+    try:
+        text.encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        return text.translate(_PLAIN)
+    return text
+
+
+def write(panels: list[Panel], option: str, path: Path) -> None:
+    """Writes a view of timelines into a file.
+
+    Args:
+        option: `--svg`, `--html` or `--trace`: what to write.
+        path: the file.
+
+    Raises:
+        ShowError: it cannot be written.
+    """
+    draw = {"--svg": svg, "--html": html, "--trace": chrome_trace}[option]
+    text = draw(*panels)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ShowError(f"cannot write {path} ({error.strerror}): give {option} a file that can be written") from error
+
+
+def _program(text: str, name: str) -> Program:
+    raise ShowError(f"{name}: programs in CSV cannot be read yet")
+
+
+def _verified(program: Program) -> Program:
+    has_transfers = any(not action.kind.is_compute for actions in program.ranks for action in actions)
+    return verify(program if has_transfers else lower(program)).program
+
+
+def _numbers(option: str, text: str, program: Program) -> list[float]:
+    parts = text.split(",")
+    if len(parts) not in (1, program.n_stages):
+        raise ShowError(
+            f"{option} has {len(parts)} times for {program.n_stages} stages: give one number, or one a stage"
+        )
+    numbers = []
+    for part in parts:
+        try:
+            number = float(part)
+        except ValueError:
+            raise ShowError(f"{option}: {part!r} is no number: give a time, or one a stage, such as 1.5") from None
+        if not 0 <= number < math.inf:
+            raise ShowError(f"{option} is {part.strip()}: give a time from 0 on")
+        numbers.append(number)
+    return numbers * program.n_stages if len(numbers) == 1 else numbers

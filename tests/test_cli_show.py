@@ -1,0 +1,136 @@
+"""`pypipe show`: the pictures that it prints and writes, and how it refuses what it cannot show."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from pypipe.cli import main
+
+pytestmark = pytest.mark.timeout(60)
+
+SHOW = [sys.executable, "-m", "pypipe", "show"]
+
+# As in the documents that the project started from.
+GPIPE_4_4 = """\
+gpipe, P=4, M=4, F 1, B 1: step 14, bubble 42.9%
+t:        0   1   2   3   4   5   6   7   8   9   10  11  12  13
+Stage 0:  F0  F1  F2  F3  ·   ·   ·   ·   ·   ·   B3  B2  B1  B0
+Stage 1:  ·   F0  F1  F2  F3  ·   ·   ·   ·   B3  B2  B1  B0  ·
+Stage 2:  ·   ·   F0  F1  F2  F3  ·   ·   B3  B2  B1  B0  ·   ·
+Stage 3:  ·   ·   ·   F0  F1  F2  F3  B3  B2  B1  B0  ·   ·   ·
+peak activations by rank: 4 4 4 4
+"""
+
+
+def run(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "FORCE_COLOR")}
+    return subprocess.run(
+        [*SHOW, *arguments],
+        cwd=cwd,
+        env=environment | {"PYTHONIOENCODING": "utf-8"} | variables,
+        capture_output=True,
+        encoding="utf-8",
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def test_the_well_known_picture_and_the_files_of_all_views(tmp_path: Path) -> None:
+    files = ("--svg", "a.svg", "--html", "a.html", "--trace", "a.json")
+    result = run("gpipe", "-p", "4", "-m", "4", *files, cwd=tmp_path)
+    assert (result.returncode, result.stdout, result.stderr) == (0, GPIPE_4_4, "")
+    assert ElementTree.parse(tmp_path / "a.svg").getroot().tag.endswith("svg")
+    assert "<canvas" in (tmp_path / "a.html").read_text()
+    assert len(json.loads((tmp_path / "a.json").read_text())["traceEvents"]) > 32
+    again = run("a.json", "--svg", "b.svg", cwd=tmp_path)
+    assert (again.returncode, again.stdout, again.stderr) == (0, GPIPE_4_4, "")
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+def test_times_may_differ_by_stage_and_kind(tmp_path: Path) -> None:
+    result = run("1f1b", "-p", "2", "-m", "1", "--tf", "1,2", "--tb", "3", "--tw", "4", "--tc", "0.5", cwd=tmp_path)
+    assert "F 1.5, B 7: step 18," in result.stdout  # 1 + 2 + 2 * 7 and two hops
+
+
+def terminal_output(cwd: Path, columns: int, **variables: str) -> str:
+    """What a terminal of so many columns gets to see."""
+    ours, theirs = pty.openpty()
+    environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+    process = subprocess.Popen(
+        [*SHOW, "1f1b", "-p", "2", "-m", "4"],
+        cwd=cwd,
+        env=environment | {"TERM": "xterm-256color", "COLUMNS": str(columns)} | variables,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    seen = b""
+    while True:
+        try:
+            piece = os.read(ours, 65536)
+        except OSError:  # Linux ends a terminal so
+            break
+        seen += piece
+    os.close(ours)
+    assert process.wait() == 0, seen.decode()
+    return seen.decode()
+
+
+def test_a_terminal_gets_colours_unless_it_refuses_them(tmp_path: Path) -> None:
+    assert "\x1b[38;5;" in terminal_output(tmp_path, 80)
+    for refusal in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
+        shown = terminal_output(tmp_path, 44, **refusal)
+        assert "\x1b" not in shown
+        assert "Stage 0:  " in shown
+        assert max(map(len, shown.splitlines())) <= 44
+
+
+def test_an_output_without_dots_gets_plain_ones(tmp_path: Path) -> None:
+    result = run("gpipe", "-p", "2", "-m", "2", cwd=tmp_path, PYTHONIOENCODING="ascii")
+    assert "Stage 0:  F0  F1  .   .   B1  B0\n" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nope", "-p", "4", "-m", "4"], "nope is no file, and no schedule is called so: give a file, or one of"),
+        (["gpipe"], "give -p and -m"),
+        (["gpipe", "-p", "4", "-m", "0"], "a step needs 1 microbatch or more, not 0"),
+        (["gpipe", "-p", "0", "-m", "4"], "a pipeline needs 1 rank or more, not 0"),
+        (["gpipe", "-p", "4", "-m", "4", "-v", "3"], "leave -v out"),
+        (["gpipe", "-p", "4", "-m", "4", "--tf", "-1"], "--tf is -1: give a time from 0 on"),
+        (["gpipe", "-p", "4", "-m", "4", "--tb", "nan"], "--tb is nan: give a time from 0 on"),
+        (["gpipe", "-p", "4", "-m", "4", "--tw", "x"], "--tw: 'x' is no number"),
+        (["gpipe", "-p", "4", "-m", "4", "--tc", "1,2"], "--tc has 2 times for 4 stages"),
+        (["gpipe", "-p", "4", "-m", "4", "--svg", "no/file"], "cannot write no/file (No such file or directory)"),
+        (["gpipe", "-p", "4", "-m", "4", "--html", "."], "cannot write . (Is a directory): give --html"),
+        (["bad.json"], "bad.json: it is no JSON: line 1, column 1"),
+        (["bad.json", "-p", "4"], "-p is for schedules with a name"),
+        (["bad.json", "--tf", "1"], "a trace has its own times"),
+        (["binary.csv"], "binary.csv is not UTF-8 at byte 0"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_answered_by_one_line(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "bad.json").write_text("not JSON")
+    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["show", *arguments])
+    assert ended.value.code == 2
+    output, error = capsys.readouterr()
+    assert output == ""
+    assert error.count("\n") == 1
+    assert message in error
