@@ -18,6 +18,7 @@ from pypipe.errors import (
 )
 
 if TYPE_CHECKING:
+    from pypipe.program import ProgramError
     from pypipe.runtime.microbatches import Reduce, Replicate, TensorChunkSpec
     from pypipe.schedule import Schedule
     from pypipe.schedules import Schedule1F1B, ScheduleGPipe
@@ -34,6 +35,7 @@ __all__ = [
     "PipelineError",
     "PipelineStage",
     "PipelineTimeout",
+    "ProgramError",
     "Reduce",
     "RemoteStageError",
     "Replicate",
@@ -47,6 +49,7 @@ __all__ = [
 # Importing torch takes seconds, which `pypipe --help` and programs as data can do without.
 _HOMES = {
     "PipelineStage": "pypipe.stage",
+    "ProgramError": "pypipe.program",
     "Reduce": "pypipe.runtime.microbatches",
     "Replicate": "pypipe.runtime.microbatches",
     "Schedule": "pypipe.schedule",

@@ -2,7 +2,24 @@
 
 from .actions import Action, Kind
 from .bubble import Bubble, split_bubble
-from .builders import Builder, build, builder_names, find_builder, gpipe, one_f_one_b, register
+from .builders import (
+    Builder,
+    build,
+    builder_names,
+    dualpipe,
+    dualpipev,
+    find_builder,
+    gpipe,
+    interleaved,
+    interleaved_zero_bubble,
+    looped_bfs,
+    naive,
+    one_f_one_b,
+    register,
+    zb_h1,
+    zb_h2,
+    zbv,
+)
 from .drawing import grid
 from .errors import ProgramError
 from .lowering import lower
@@ -27,14 +44,23 @@ __all__ = [
     "build",
     "builder_names",
     "channel_of",
+    "dualpipe",
+    "dualpipev",
     "find_builder",
     "gpipe",
     "grid",
+    "interleaved",
+    "interleaved_zero_bubble",
+    "looped_bfs",
     "lower",
+    "naive",
     "one_f_one_b",
     "peak_memory",
     "register",
     "simulate",
     "split_bubble",
     "verify",
+    "zb_h1",
+    "zb_h2",
+    "zbv",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @functools.total_ordering
@@ -53,8 +53,7 @@ _KIND_OF_LABEL = {kind.label: kind for kind in Kind}
 _PATTERN = re.compile(r"([0-9]+)(" + "|".join(sorted(_KIND_OF_LABEL, key=len, reverse=True)) + r")([0-9]+)")
 
 
-@dataclass(frozen=True, slots=True, order=True, repr=False)
-class Action:
+class Action(NamedTuple):
     """One thing that one rank does for one stage and one microbatch.
 
     The text form is torch.distributed.pipelining's: `2F0` is stage 2, forward, microbatch 0; `2SEND_F0` sends
@@ -74,7 +73,8 @@ class Action:
     def __str__(self) -> str:
         return f"{self.stage}{self.kind.label}{self.microbatch}"
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return str(self)
 
     @classmethod
     def parse(cls, text: str) -> Action:

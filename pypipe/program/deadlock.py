@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from .actions import Action, Kind
 from .errors import stuck
+from .messages import Messages
 from .programs import Program
 
 
-def check_progress(program: Program) -> None:
+def check_progress(program: Program, messages: Messages) -> None:
     """Prove that every rank reaches the end of its list when each transfer is a rendezvous.
 
     A SEND blocks its rank until its RECV has been posted; F, B and I block until their message is there; a
@@ -16,15 +17,12 @@ def check_progress(program: Program) -> None:
 
     Args:
         program: lowered; each SEND has exactly one RECV.
+        messages: its messages.
 
     Raises:
         ProgramError: some ranks wait for each other; the message says what each waits for.
     """
-    awaited = _awaited_by_kind(program)
-    n_microbatches = program.n_microbatches
-    size = program.n_stages * n_microbatches
-    # Messages are numbered by kind, receiving stage and microbatch.
-    posted, arrived = bytearray(2 * size), bytearray(2 * size)
+    posted, arrived = bytearray(messages.count), bytearray(messages.count)
     waiting_for_post: dict[int, int] = {}
     waiting_for_arrival: dict[int, int] = {}
     at = [0] * program.n_ranks
@@ -34,11 +32,10 @@ def check_progress(program: Program) -> None:
         actions = program.ranks[rank]
         position = at[rank]
         while position < len(actions):
-            action = actions[position]
-            kind = action.kind
-            base = awaited[kind][action.stage]
+            stage, kind, microbatch = actions[position]
+            base = messages.bases[kind][stage]
             if base >= 0:
-                message = base + action.microbatch
+                message = base + microbatch
                 if kind.is_receive:
                     posted[message] = 1
                     if message in waiting_for_post:
@@ -58,32 +55,6 @@ def check_progress(program: Program) -> None:
     blocked = {rank: position for rank, position in enumerate(at) if position < len(program.ranks[rank])}
     if blocked:
         raise stuck(program, {rank: (position, _reason(program, at, rank)) for rank, position in blocked.items()})
-
-
-def _awaited_by_kind(program: Program) -> dict[Kind, list[int]]:
-    """For each kind and stage, the number of the message of microbatch 0 that it handles; -1 for none."""
-    n_stages, n_microbatches, placement = program.n_stages, program.n_microbatches, program.placement
-    size = n_stages * n_microbatches
-    none = -1
-    inputs, gradients, outputs, input_gradients = ([none] * n_stages for _ in range(4))
-    for stage in range(n_stages):
-        before, after = program.previous_stage(stage), program.next_stage(stage)
-        if before is not None and placement[before] != placement[stage]:
-            inputs[stage] = stage * n_microbatches
-            input_gradients[stage] = size + before * n_microbatches
-        if after is not None and placement[after] != placement[stage]:
-            gradients[stage] = size + stage * n_microbatches
-            outputs[stage] = after * n_microbatches
-    return {
-        Kind.F: inputs,
-        Kind.B: gradients,
-        Kind.I: gradients,
-        Kind.W: [none] * n_stages,
-        Kind.RECV_F: inputs,
-        Kind.RECV_B: gradients,
-        Kind.SEND_F: outputs,
-        Kind.SEND_B: input_gradients,
-    }
 
 
 def _reason(program: Program, at: list[int], rank: int) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from pypipe.errors import PipelineError
+
 from .actions import Action
 from .programs import Program
 
@@ -11,7 +13,7 @@ _AROUND = 4  # actions shown on either side of a mark
 _MOST_RANKS = 8  # ranks listed in a message: a deadlock of 64 ranks is told by its first few
 
 
-class ProgramError(ValueError):
+class ProgramError(PipelineError, ValueError):
     """A program that must not run; the message says where the fault is and shows the lists around it.
 
     Attributes:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
+from pypipe.errors import ConfigurationError
+
 from .actions import Action, Kind
-from .lifetimes import ChannelSlots, Message, RankSlots
-from .positions import Positions, find_positions
-from .programs import Channel, Link, Program
+from .errors import stuck
+from .lifetimes import fewest_slots
+from .messages import Messages
+from .pairing import pair_transfers
+from .positions import find_positions
+from .programs import Link, Program
 
-_RECEIVE = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B}
 
-
-def lower(program: Program) -> Program:
+def lower(program: Program, *, single_communicator: bool = False) -> Program:
     """Insert the transfers into a program.
 
     A RECV posts a receive into a free slot and blocks nothing; the F, B or I that uses the message waits for
@@ -23,101 +26,182 @@ def lower(program: Program) -> Program:
     what may block, which is what keeps two neighbours in 1F1B from waiting in a send to each other. Stages on
     one rank hand over in memory, so no transfer stands between them.
 
+    A channel has as many slots as messages of it are ever in use at once. Where that would leave ranks waiting in
+    sends to each other (looped BFS with more microbatches than ranks), one of the channels that they wait for gets
+    one slot more, until all ranks reach their ends.
+
+    Where each pair of ranks has one communicator, which runs one transfer after another (the NCCL link's fallback), a
+    RECV that is posted early would hold up what comes after it. There both ranks of a pair list their
+    transfers in one order, as `pairing.pair_transfers` says, and slots follow from it.
+
     Args:
         program: compute actions only.
+        single_communicator: whether each pair of ranks has one communicator, instead of one for each link.
 
     Returns:
         The same program with transfers. Time is linear in the number of actions.
 
     Raises:
-        ProgramError: the compute actions are incomplete, or out of order within a rank.
-        ValueError: the program has transfers already; `program.compute_only()` is without them.
+        ProgramError: the compute actions are incomplete, or out of order within a rank, or no number of slots
+            brings all ranks to their ends.
+        ConfigurationError: the program has transfers already; `program.compute_only()` is without them.
     """
     for actions in program.ranks:
         for action in actions:
             if not action.kind.is_compute:
-                raise ValueError(
+                raise ConfigurationError(
                     f"{program.name} has transfers already, such as {action}: verify it as it is, or lower "
                     "its compute_only()"
                 )
     positions = find_positions(program)
-    sends, messages = _plan_sends(program)
-    incoming: list[list[list[Message]]] = [[] for _ in program.ranks]
-    for link in sorted(messages):
-        incoming[link.target_rank].append(messages[link])
-    lists = [_lower_rank(program, positions, rank, incoming[rank], sends[rank]) for rank in range(program.n_ranks)]
-    return replace(program, ranks=tuple(lists))
+    messages = Messages(program)
+    if single_communicator:
+        return replace(program, ranks=tuple(map(tuple, pair_transfers(program, messages))))
+    links = _order_of_links(program, messages)
+    slots = fewest_slots(program, messages, positions, links.values())
+    releasing = (Kind.F,) if positions.is_forward_only else (Kind.B, Kind.W)
+    run = _Run(program, messages, links, slots, releasing)
+    if run.has_granted:
+        # With its slots from the start, every rank gets at least as far as it did before.
+        run = _Run(program, messages, links, run.slots, releasing)
+    return replace(program, ranks=tuple(map(tuple, run.lists)))
 
 
-def _plan_sends(program: Program) -> tuple[list[dict[int, Action]], dict[Link, list[Message]]]:
-    """For each rank the SENDs by their producers' positions; for each link its messages in sending order."""
-    messages: dict[Link, list[Message]] = {}
-    outputs = [_route(program, messages, Kind.F, s, program.next_stage(s)) for s in range(program.n_stages)]
-    gradients = [_route(program, messages, Kind.B, s, program.previous_stage(s)) for s in range(program.n_stages)]
-    sends: list[dict[int, Action]] = []
+def _order_of_links(program: Program, messages: Messages) -> dict[Link, list[int]]:
+    """For each link, its messages in the order in which their producers stand in the sender's list."""
+    links: dict[Link, list[int]] = {}
+    queues: dict[int, list[int]] = {}  # of each base
+    for bases in (messages.sent[Kind.F], messages.sent[Kind.B]):
+        for base in bases:
+            if base >= 0:
+                queues[base] = links.setdefault(program.link_of(messages.channel(base)), [])
+    append = {base: queue.append for base, queue in queues.items()}
     for actions in program.ranks:
-        following: dict[int, Action] = {}
-        for position, action in enumerate(actions):
-            kind, stage, microbatch = action.kind, action.stage, action.microbatch
-            if kind is Kind.W:
-                continue
-            route = outputs[stage] if kind is Kind.F else gradients[stage]
-            if route is not None:
-                channel, queue = route
-                queue.append((channel, microbatch))
-                following[position] = Action(stage, Kind.SEND_F if kind is Kind.F else Kind.SEND_B, microbatch)
-        sends.append(following)
-    return sends, messages
+        for stage, kind, microbatch in actions:
+            base = messages.sent[kind][stage]
+            if base >= 0:
+                append[base](base + microbatch)
+    return {link: links[link] for link in sorted(links)}
 
 
-def _route(
-    program: Program, messages: dict[Link, list[Message]], kind: Kind, source: int, target: int | None
-) -> tuple[Channel, list[Message]] | None:
-    """The channel from a stage to its neighbour, and its link's list of messages; None within a rank."""
-    if target is None or program.placement[target] == program.placement[source]:
-        return None
-    channel = Channel(kind, source, target)
-    return channel, messages.setdefault(program.link_of(channel), [])
+class _Run:
+    """A run of the program, in which every SEND waits for its RECV; the lists are written as it goes.
 
+    Args:
+        program: compute actions only.
+        messages: its messages.
+        links: their order on each link.
+        slots: how many slots each channel has, by `number // M`; copied.
+        releasing: the kinds after which a message's slot is free.
 
-def _lower_rank(
-    program: Program,
-    positions: Positions,
-    rank: int,
-    incoming: Sequence[Sequence[Message]],
-    sends: Mapping[int, Action],
-) -> tuple[Action, ...]:
-    slots = RankSlots(program, positions, incoming)
-    queues = [_PostingQueue(messages, slots.channels) for messages in incoming]
-    queue_of_slots = {queue_slots: queue for queue in queues for queue_slots in queue.slots}
-    lowered: list[Action] = []
-    for queue in queues:
-        queue.post(lowered)
-    for position, action in enumerate(program.ranks[rank]):
-        lowered.append(action)
-        for released in slots.release(action):
-            queue_of_slots[released].post(lowered)
-        send = sends.get(position)
-        if send is not None:
-            lowered.append(send)
-    return tuple(lowered)
+    Attributes:
+        lists: the ranks' lists, with transfers.
+        slots: as given, and more where ranks would have waited for each other.
+        has_granted: whether there are more.
+    """
 
+    def __init__(
+        self,
+        program: Program,
+        messages: Messages,
+        links: dict[Link, list[int]],
+        slots: Sequence[int],
+        releasing: Sequence[Kind],
+    ) -> None:
+        self.slots = list(slots)
+        self.has_granted = False
+        self.lists: list[list[Action]] = [[] for _ in program.ranks]
+        self._program, self._messages, self._releasing = program, messages, releasing
+        self._taken = [0] * len(self.slots)
+        self._posted, self._arrived = bytearray(messages.count), bytearray(messages.count)
+        self._waiting_for_post: dict[int, int] = {}
+        self._waiting_for_arrival: dict[int, int] = {}
+        self._queues = list(links.values())
+        self._heads = [0] * len(self._queues)
+        self._queue_of_channel = [-1] * len(self.slots)
+        for queue, numbers in enumerate(self._queues):
+            for channel in {number // program.n_microbatches for number in numbers}:
+                self._queue_of_channel[channel] = queue
+        self._runnable = list(range(program.n_ranks))
+        for queue in range(len(self._queues)):
+            self._post(queue)
+        self._at = [0] * program.n_ranks
+        self._is_sending = [False] * program.n_ranks
+        self._advance()
+        while self._waiting_for_post:
+            self._grant()
+            self._advance()
+        self._require_finished()
 
-class _PostingQueue:
-    """The receives of one link that are still to be posted: a FIFO, so its head holds up the rest."""
+    def _advance(self) -> None:
+        """Let each runnable rank go on until it waits."""
+        n_stages, arrived, posted = self._program.n_stages, self._arrived, self._posted
+        bases, sent, queue_of_channel = self._messages.bases, self._messages.sent, self._queue_of_channel
+        while self._runnable:
+            rank = self._runnable.pop()
+            actions, lowered = self._program.ranks[rank], self.lists[rank]
+            position, is_sending = self._at[rank], self._is_sending[rank]
+            while position < len(actions):
+                action = actions[position]
+                stage, kind, microbatch = action
+                if not is_sending:
+                    base = bases[kind][stage]
+                    if base >= 0 and not arrived[base + microbatch]:
+                        self._waiting_for_arrival[base + microbatch] = rank
+                        break
+                    lowered.append(action)
+                    if kind in self._releasing:
+                        for channel in (stage, n_stages + stage):
+                            if queue_of_channel[channel] >= 0:
+                                self._taken[channel] -= 1
+                                self._post(queue_of_channel[channel])
+                base = sent[kind][stage]
+                if base >= 0:
+                    number = base + microbatch
+                    is_sending = not posted[number]
+                    if is_sending:
+                        self._waiting_for_post[number] = rank
+                        break
+                    lowered.append(Action(stage, Kind.SEND_F if kind is Kind.F else Kind.SEND_B, microbatch))
+                    arrived[number] = 1
+                    if number in self._waiting_for_arrival:
+                        self._runnable.append(self._waiting_for_arrival.pop(number))
+                position += 1
+            self._at[rank], self._is_sending[rank] = position, is_sending
 
-    def __init__(self, messages: Sequence[Message], slots: Mapping[Channel, ChannelSlots]) -> None:
-        self.slots = [slots[channel] for channel, _ in messages]
-        self._messages = messages
-        self._head = 0
+    def _post(self, queue: int) -> None:
+        """Append a RECV for each message at the head of a link's queue that has a slot now."""
+        n_microbatches, n_stages, numbers = self._program.n_microbatches, self._program.n_stages, self._queues[queue]
+        head, taken, slots = self._heads[queue], self._taken, self.slots
+        while head < len(numbers):
+            number = numbers[head]
+            channel, microbatch = divmod(number, n_microbatches)
+            if taken[channel] == slots[channel]:
+                break
+            taken[channel] += 1
+            head += 1
+            receive = (
+                Action(channel, Kind.RECV_F, microbatch)
+                if channel < n_stages
+                else Action(channel - n_stages, Kind.RECV_B, microbatch)
+            )
+            self.lists[self._messages.received[channel]].append(receive)
+            self._posted[number] = 1
+            if number in self._waiting_for_post:
+                self._runnable.append(self._waiting_for_post.pop(number))
+        self._heads[queue] = head
 
-    def post(self, lowered: list[Action]) -> None:
-        """Append a RECV for each message that has a slot now, and take that slot."""
-        while self._head < len(self._messages):
-            slots = self.slots[self._head]
-            if slots.taken == slots.needed:
-                return
-            slots.taken += 1
-            channel, microbatch = self._messages[self._head]
-            self._head += 1
-            lowered.append(Action(channel.target_stage, _RECEIVE[channel.kind], microbatch))
+    def _grant(self) -> None:
+        """Give one slot more to the channel that the lowest rank waits to send on."""
+        # All earlier messages of its link are sent, so the one that it waits for is next to be posted.
+        number = min(self._waiting_for_post, key=self._waiting_for_post.__getitem__)
+        channel = number // self._program.n_microbatches
+        self.slots[channel] += 1
+        self.has_granted = True
+        self._post(self._queue_of_channel[channel])
+
+    def _require_finished(self) -> None:
+        waiting = self._waiting_for_arrival.items()
+        waits = {rank: (self._at[rank], self._messages.reason(number, self._at)) for number, rank in waiting}
+        if waits:
+            raise stuck(self._program, waits)

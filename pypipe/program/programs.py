@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field, replace
 
+from pypipe.errors import ConfigurationError
+
 from .actions import Action, Kind
 
 
@@ -51,7 +53,7 @@ def channel_of(action: Action) -> Channel:
         action: a SEND_F, RECV_F, SEND_B or RECV_B.
 
     Raises:
-        ValueError: the action is no transfer.
+        ConfigurationError: the action is no transfer.
     """
     stage = action.stage
     match action.kind:
@@ -63,7 +65,7 @@ def channel_of(action: Action) -> Channel:
             return Channel(Kind.B, stage, stage - 1)
         case Kind.RECV_B:
             return Channel(Kind.B, stage + 1, stage)
-    raise ValueError(f"{action} is no transfer, so it uses no channel")
+    raise ConfigurationError(f"{action} is no transfer, so it uses no channel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ class Program:
             of all stages and all microbatches.
 
     Raises:
-        ValueError: no microbatch, no rank, no stage, a stage placed on a rank that is not there, or chains that
+        ConfigurationError: no microbatch, no rank, no stage, a stage placed on a rank that is not there, or chains that
             leave a stage or a microbatch out or have it twice.
     """
 
@@ -111,14 +113,16 @@ class Program:
 
     def __post_init__(self) -> None:
         if self.n_microbatches < 1:
-            raise ValueError(f"a program needs 1 microbatch or more, not {self.n_microbatches}")
+            raise ConfigurationError(f"a program needs 1 microbatch or more, not {self.n_microbatches}")
         if not self.ranks:
-            raise ValueError("a program needs 1 rank or more: give `ranks` one list of actions for each")
+            raise ConfigurationError("a program needs 1 rank or more: give `ranks` one list of actions for each")
         if not self.placement:
-            raise ValueError("a program needs 1 stage or more: give `placement` a rank for each")
+            raise ConfigurationError("a program needs 1 stage or more: give `placement` a rank for each")
         for stage, rank in enumerate(self.placement):
             if not 0 <= rank < len(self.ranks):
-                raise ValueError(f"stage {stage} is placed on rank {rank}, but the ranks are 0..{len(self.ranks) - 1}")
+                raise ConfigurationError(
+                    f"stage {stage} is placed on rank {rank}, but the ranks are 0..{len(self.ranks) - 1}"
+                )
         if not self.chains:
             whole = Chain(range(len(self.placement)), range(self.n_microbatches))
             object.__setattr__(self, "chains", (whole,))
@@ -192,4 +196,6 @@ def _require_partition(what: str, parts: list[range], total: int, *, smallest: i
         if end == total:
             return
     shown = ", ".join(str(part) for part in parts)
-    raise ValueError(f"the {what} of the chains are {shown}: they have to follow each other, and cover 0..{total - 1}")
+    raise ConfigurationError(
+        f"the {what} of the chains are {shown}: they have to follow each other, and cover 0..{total - 1}"
+    )

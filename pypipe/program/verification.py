@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from .actions import Action, Kind
 from .deadlock import check_progress
 from .errors import fault
-from .lifetimes import Message, RankSlots
+from .messages import Messages
+from .paired import check_paired_progress
 from .positions import Positions, find_positions
-from .programs import Channel, Link, Program, channel_of
+from .programs import Channel, Link, Program
 
 _TRANSFERS = {Kind.F: (Kind.SEND_F, Kind.RECV_F), Kind.B: (Kind.SEND_B, Kind.RECV_B)}
 
@@ -32,17 +33,23 @@ class Verified:
     peak_activations: tuple[int, ...]
 
 
-def verify(lowered: Program) -> Verified:
+def verify(lowered: Program, *, single_communicator: bool = False) -> Verified:
     """Prove that a lowered program may run, trusting nothing but its lists.
 
     Checked are: the compute actions (as `lower` does); that each SEND has its RECV and each RECV its SEND,
     between neighbouring stages on different ranks and nowhere else; SEND after its producer, RECV before its
-    user; both ends of each link in the same order; no RECV before a slot of its channel is free; and progress
-    to the end when nothing is buffered, so that each SEND blocks its rank until its RECV is posted, and each
-    F, B and I blocks until its message is there.
+    user; both ends of each link in the same order; and progress to the end when nothing is buffered, so that each
+    SEND blocks its rank until its RECV is posted, and each F, B and I blocks until its message is there.
+    A RECV takes a slot where it stands, and the last action that needs its message gives it back: the
+    slots that each channel needs are counted.
+
+    Where a pair of ranks has one communicator for both directions and both kinds of traffic (the NCCL link's
+    fallback), transfers run by other rules, and the check of order and progress follows them: see
+    `paired.check_paired_progress`. A program has to be lowered for it: `lower(program, single_communicator=True)`.
 
     Args:
         lowered: a program with transfers, from `lower` or from elsewhere.
+        single_communicator: whether each pair of ranks has one communicator, instead of one for each link.
 
     Returns:
         The program with its slots and peaks. Time is linear in the number of actions.
@@ -56,9 +63,13 @@ def verify(lowered: Program) -> Verified:
         _check_transfers(lowered, positions, Kind.B, stage, lowered.previous_stage(stage))
         _check_no_source(lowered, positions, Kind.F, stage, lowered.previous_stage(stage))
         _check_no_source(lowered, positions, Kind.B, stage, lowered.next_stage(stage))
-    messages = _check_link_order(lowered, positions)
-    slots = _check_slots(lowered, positions, messages)
-    check_progress(lowered)
+    messages = Messages(lowered)
+    _check_order(lowered, messages, positions, by_pair=single_communicator)
+    if single_communicator:
+        check_paired_progress(lowered, messages)
+    else:
+        check_progress(lowered, messages)
+    slots = _count_slots(lowered, messages, positions)
     return Verified(lowered, MappingProxyType(slots), _peak_activations(lowered, positions))
 
 
@@ -115,69 +126,62 @@ def _check_no_source(program: Program, positions: Positions, kind: Kind, stage: 
             raise fault(program, what, program.ranks[rank][position], {rank: position})
 
 
-def _check_link_order(program: Program, positions: Positions) -> dict[Link, list[Message]]:
-    """Compare the two ends of each link; return each link's messages in their order."""
-    sent: dict[Link, list[Message]] = {}
-    received: dict[Link, list[Message]] = {}
-    routes: dict[tuple[Kind, int], tuple[Channel, list[Message]]] = {}
-    channels: dict[Channel, Channel] = {}  # one object for each channel, so that comparing messages is quick
+def _check_order(program: Program, messages: Messages, positions: Positions, *, by_pair: bool) -> None:
+    """Compare the two ends of each link; or of all that goes from one rank to another, both kinds together."""
+    sent: dict[Link, list[int]] = {}
+    received: dict[Link, list[int]] = {}
     for actions in program.ranks:
-        for action in actions:
-            kind = action.kind
+        queues: dict[int, list[int]] = {}
+        for stage, kind, microbatch in actions:
             if kind.is_compute:
                 continue
-            route = routes.get((kind, action.stage))
-            if route is None:
-                channel = channel_of(action)
-                channel = channels.setdefault(channel, channel)
-                end = sent if kind.is_send else received
-                route = routes[kind, action.stage] = channel, end.setdefault(program.link_of(channel), [])
-            route[1].append((route[0], action.microbatch))
-    for link, messages in sent.items():
-        if messages != received[link]:
-            _report_disorder(program, positions, link, messages, received[link])
-    return received
+            base = messages.bases[kind][stage]
+            queue = queues.get(base)
+            if queue is None:
+                link = program.link_of(messages.channel(base))
+                key = replace(link, kind=Kind.F) if by_pair else link
+                queue = queues[base] = (sent if kind.is_send else received).setdefault(key, [])
+            queue.append(base + microbatch)
+    for link, numbers in sent.items():
+        if numbers != received[link]:
+            what = f"the two ends of link {link}"
+            if by_pair:
+                what = f"ranks {link.source_rank} and {link.target_rank}, on their one communicator,"
+            pairs = zip(numbers, received[link], strict=True)
+            _report_disorder(program, messages, positions, what, *next(pair for pair in pairs if pair[0] != pair[1]))
 
 
 def _report_disorder(
-    program: Program, positions: Positions, link: Link, sent: list[Message], received: list[Message]
+    program: Program, messages: Messages, positions: Positions, who: str, sent: int, received: int
 ) -> None:
-    pairs = zip(sent, received, strict=True)
-    (sent_on, sent_microbatch), (received_on, received_microbatch) = next(p for p in pairs if p[0] != p[1])
-    send_kind, receive_kind = _TRANSFERS[link.kind]
-    send = Action(sent_on.source_stage, send_kind, sent_microbatch)
-    receive = Action(received_on.target_stage, receive_kind, received_microbatch)
+    send, receive = messages.send(sent), messages.receive(received)
     marks = {
-        rank: positions.tables[action.kind][action.stage * program.n_microbatches + action.microbatch]
-        for rank, action in ((link.source_rank, send), (link.target_rank, receive))
+        program.placement[action.stage]: positions.tables[action.kind][
+            action.stage * program.n_microbatches + action.microbatch
+        ]
+        for action in (send, receive)
     }
-    what = f"the two ends of link {link} disagree on order: this is sent where {receive} is received"
-    raise fault(program, what, send, marks)
+    raise fault(program, f"{who} disagree on order: this is sent where {receive} is received", send, marks)
 
 
-def _check_slots(program: Program, positions: Positions, messages: Mapping[Link, list[Message]]) -> dict[Channel, int]:
-    incoming: list[list[list[Message]]] = [[] for _ in program.ranks]
-    for link, carried in messages.items():
-        incoming[link.target_rank].append(carried)
-    needed: dict[Channel, int] = {}
-    for rank, actions in enumerate(program.ranks):
-        slots = RankSlots(program, positions, incoming[rank])
-        by_receive = {
-            (_TRANSFERS[channel.kind][1], channel.target_stage): here for channel, here in slots.channels.items()
-        }
-        for position, action in enumerate(actions):
-            if action.kind.is_receive:
-                here = by_receive[action.kind, action.stage]
-                here.taken += 1
-                if here.taken > here.needed:
-                    what = (
-                        f"channel {channel_of(action)} needs {here.needed} slots, and all are taken: "
-                        "list it after the action that releases one, or let lower() place it"
-                    )
-                    raise fault(program, what, action, {rank: position})
-            slots.release(action)
-        needed.update((channel, here.needed) for channel, here in slots.channels.items())
-    return dict(sorted(needed.items()))
+def _count_slots(program: Program, messages: Messages, positions: Positions) -> dict[Channel, int]:
+    """For each channel, the most receives that are posted, or their messages needed, at once."""
+    n_stages = program.n_stages
+    releasing = (Kind.F,) if positions.is_forward_only else (Kind.B, Kind.W)
+    taken = [0] * (2 * n_stages)
+    most = [0] * (2 * n_stages)
+    for actions in program.ranks:
+        for stage, kind, _ in actions:
+            if kind in releasing:
+                taken[stage] -= 1
+                taken[n_stages + stage] -= 1
+            elif kind is Kind.RECV_F or kind is Kind.RECV_B:
+                channel = stage if kind is Kind.RECV_F else n_stages + stage
+                taken[channel] += 1
+                if taken[channel] > most[channel]:
+                    most[channel] = taken[channel]
+    counted = {messages.channel(i * program.n_microbatches): count for i, count in enumerate(most) if count}
+    return dict(sorted(counted.items()))
 
 
 def _peak_activations(program: Program, positions: Positions) -> tuple[int, ...]:

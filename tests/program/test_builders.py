@@ -2,7 +2,7 @@
 
 import pytest
 
-from pypipe.program import Program, build, builder_names, builders, gpipe, one_f_one_b, register
+from pypipe.program import Program, build, builder_names, gpipe, one_f_one_b, register, registry
 
 
 def test_gpipe_runs_all_forwards_then_all_backwards_in_reverse_order() -> None:
@@ -34,14 +34,14 @@ def test_schedules_are_built_by_name() -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"no schedule is called 'f1b'; known are gpipe, 1f1b"):
+    with pytest.raises(ValueError, match=r"no schedule is called 'f1b'; known are naive, gpipe, 1f1b, "):
         build("f1b", 2, 3)
 
 
 def test_a_registered_builder_gets_its_options_and_a_taken_name_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(builders, "_builders", dict(builders._builders))
+    monkeypatch.setattr(registry, "_builders", dict(registry._builders))
 
     @register("own")
     def own(n_ranks: int, n_microbatches: int, *, name: str) -> Program:

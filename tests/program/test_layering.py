@@ -7,10 +7,10 @@ from pathlib import Path
 import pypipe.program
 
 
-def test_the_package_imports_nothing_but_itself_and_the_standard_library() -> None:
-    for folder in pypipe.program.__path__:
-        for path in Path(folder).rglob("*.py"):
-            depth = len(path.relative_to(folder).parts)
+def test_the_package_imports_nothing_but_itself_the_errors_and_the_standard_library() -> None:
+    for folder in map(Path, pypipe.program.__path__):
+        for path in [*folder.rglob("*.py"), folder.parent / "errors.py"]:
+            depth = len(path.relative_to(folder.parent).parts) - 1
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.ImportFrom):
                     assert node.level <= depth, f"{path.name} imports from outside the package"
@@ -18,7 +18,8 @@ def test_the_package_imports_nothing_but_itself_and_the_standard_library() -> No
                 else:
                     names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 for name in names:
-                    assert name.split(".")[0] in sys.stdlib_module_names, f"{path.name} imports {name}"
+                    is_bottom = name == "pypipe.errors" or name.split(".")[0] in sys.stdlib_module_names
+                    assert is_bottom, f"{path.name} imports {name}"
 
 
 def test_everything_that_the_package_exports_is_there() -> None:

@@ -1,0 +1,1 @@
+"""The known schedules, by family; each builder is registered under its name."""

@@ -1,0 +1,181 @@
+"""Progress where each pair of ranks has one communicator: its transfers run one group after another."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from .errors import stuck
+from .messages import Messages
+from .programs import Program
+
+
+def check_paired_progress(program: Program, messages: Messages) -> None:
+    """Prove that every rank reaches the end of its list when each pair of ranks has one communicator.
+
+    The rules, which the NCCL link's single-communicator mode follows:
+
+    - Two ranks that exchange anything have one communicator (and one stream on each), for both directions and for
+      outputs and gradients alike.
+    - The transfers that stand between two of a rank's compute actions with nothing but transfers between them are
+      issued together, when the rank gets there. Those with the same peer form one group, in the order of the list
+      (between ncclGroupStart and ncclGroupEnd); groups with different peers are on different communicators and
+      do not wait for each other.
+    - A communicator runs one group at a time on each rank, in the order in which that rank issued them. All
+      transfers of a running group run at once. A SEND and its RECV meet when the groups of both are running. A
+      group ends, and the next one runs, when all its transfers have met.
+    - Nothing is buffered: a rank does not start its next compute action before its SENDs have met. RECVs block no
+      compute but their own: an F, B or I that takes a message waits for the end of its RECV's group.
+
+    So the two ranks have to issue what they exchange in one order, up to what groups allow: opposite transfers that
+    both ranks put in one group may stand in either order.
+
+    Args:
+        program: lowered; each SEND has exactly one RECV, and what goes from one rank to another is sent and
+            received in the same order.
+        messages: its messages.
+
+    Raises:
+        ProgramError: some ranks wait for each other; the message says what each waits for.
+    """
+    _Run(program, messages).check()
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """The transfers of one rank with one peer that are issued together.
+
+    Args:
+        rank: the rank that issues it.
+        peer: the other rank.
+        unmet: how many of its transfers have not met.
+        numbers: its messages.
+    """
+
+    rank: int
+    peer: int
+    unmet: int = 0
+    numbers: list[int] = field(default_factory=list)
+
+
+class _Run:
+    """A run of the program by the rules above. In what order ranks take turns makes no difference."""
+
+    def __init__(self, program: Program, messages: Messages) -> None:
+        self._program, self._messages = program, messages
+        self._at = [0] * program.n_ranks
+        self._unmet_sends = [0] * program.n_ranks
+        self._running: dict[int, _Group] = {}  # the group of a message's one end, while its other end is not there
+        self._met, self._ended = bytearray(messages.count), bytearray(messages.count)
+        self._waiting: dict[int, int] = {}  # the rank whose compute waits for a message
+        self._queues: dict[tuple[int, int], deque[_Group]] = {}
+        self._runnable = list(range(program.n_ranks))
+
+    def check(self) -> None:
+        """Run to the end, or raise."""
+        bases = self._messages.bases
+        while self._runnable:
+            rank = self._runnable.pop()
+            actions = self._program.ranks[rank]
+            while not self._unmet_sends[rank] and self._at[rank] < len(actions):
+                stage, kind, microbatch = actions[self._at[rank]]
+                if not kind.is_compute:
+                    self._issue(rank)
+                    continue
+                base = bases[kind][stage]
+                if base >= 0 and not self._ended[base + microbatch]:
+                    self._waiting[base + microbatch] = rank
+                    break
+                self._at[rank] += 1
+        waits = {
+            rank: self._reason(rank, position)
+            for rank, position in enumerate(self._at)
+            if self._unmet_sends[rank] or position < len(self._program.ranks[rank])
+        }
+        if waits:
+            raise stuck(self._program, waits)
+
+    def _issue(self, rank: int) -> None:
+        """Issue the transfers from the rank's position up to its next compute action, one group for each peer."""
+        actions = self._program.ranks[rank]
+        position = self._at[rank]
+        groups: dict[int, _Group] = {}
+        while position < len(actions) and not actions[position].kind.is_compute:
+            stage, kind, microbatch = actions[position]
+            number = self._messages.bases[kind][stage] + microbatch
+            peer = self._peer(rank, number)
+            groups.setdefault(peer, _Group(rank, peer)).numbers.append(number)
+            self._unmet_sends[rank] += kind.is_send
+            position += 1
+        self._at[rank] = position
+        for peer, group in groups.items():
+            group.unmet = len(group.numbers)
+            queue = self._queues.setdefault((rank, peer), deque())
+            queue.append(group)
+            if len(queue) == 1:
+                self._start(group)
+
+    def _start(self, group: _Group) -> None:
+        """Let the transfers of a group run, and those that meet end their groups and start the next."""
+        started = [group]
+        while started:
+            group = started.pop()
+            for number in group.numbers:
+                other = self._running.pop(number, None)
+                if other is None:
+                    self._running[number] = group
+                    continue
+                self._meet(number)
+                for end in (group, other):
+                    end.unmet -= 1
+                    if not end.unmet:
+                        started.extend(self._end(end))
+
+    def _meet(self, number: int) -> None:
+        self._met[number] = 1
+        sender = self._program.placement[self._messages.channel(number).source_stage]
+        self._unmet_sends[sender] -= 1
+        if not self._unmet_sends[sender]:
+            self._runnable.append(sender)
+
+    def _end(self, group: _Group) -> list[_Group]:
+        """End the running group of a communicator, and return the next one there, if any."""
+        for number in group.numbers:
+            if not self._is_sent(group.rank, number):
+                self._ended[number] = 1
+                if number in self._waiting:
+                    self._runnable.append(self._waiting.pop(number))
+        queue = self._queues[group.rank, group.peer]
+        queue.popleft()
+        return [queue[0]] if queue else []
+
+    def _peer(self, rank: int, number: int) -> int:
+        channel = self._messages.channel(number)
+        source, target = (self._program.placement[s] for s in (channel.source_stage, channel.target_stage))
+        return target if source == rank else source
+
+    def _reason(self, rank: int, position: int) -> tuple[int, str]:
+        """The position that a rank cannot pass, and why."""
+        actions = self._program.ranks[rank]
+        awaited = [number for number, waiting in self._waiting.items() if waiting == rank]
+        if awaited:
+            doing, peer = f"waits in {actions[position]}", self._peer(rank, awaited[0])
+        else:
+            position -= 1  # the last of the transfers that were issued together
+            doing = "waits for a SEND"
+            groups = (group for (issuer, _), queue in sorted(self._queues.items()) for group in queue if issuer == rank)
+            peer = next(group.peer for group in groups if any(self._is_sent(rank, n) for n in self._unmet(group)))
+        there, listed = self._at[peer], self._program.ranks[peer]
+        stands = f"position {there}, {listed[there]}" if there < len(listed) else "its end"
+        head = self._queues[rank, peer][0]
+        own = ", ".join(
+            str(self._messages.send(number) if self._is_sent(rank, number) else self._messages.receive(number))
+            for number in self._unmet(head)
+        )
+        return position, f"{doing}; its communicator with rank {peer}, which is at {stands}, runs {own}"
+
+    def _unmet(self, group: _Group) -> list[int]:
+        return [number for number in group.numbers if not self._met[number]]
+
+    def _is_sent(self, rank: int, number: int) -> bool:
+        return self._messages.received[number // self._program.n_microbatches] != rank
