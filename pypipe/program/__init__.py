@@ -23,6 +23,7 @@ from .builders import (
 from .drawing import grid
 from .errors import ProgramError
 from .lowering import lower
+from .measured import RankTimes, merge_ranks, predict
 from .memory import peak_memory
 from .programs import Chain, Channel, Link, Program, channel_of
 from .simulation import Event, Timeline, simulate
@@ -39,6 +40,7 @@ __all__ = [
     "Link",
     "Program",
     "ProgramError",
+    "RankTimes",
     "Timeline",
     "Verified",
     "build",
@@ -53,9 +55,11 @@ __all__ = [
     "interleaved_zero_bubble",
     "looped_bfs",
     "lower",
+    "merge_ranks",
     "naive",
     "one_f_one_b",
     "peak_memory",
+    "predict",
     "register",
     "simulate",
     "split_bubble",
