@@ -98,9 +98,11 @@ def doctor(as_json: bool) -> None:
 @click.option("-p", "--ranks", type=int, help="P, the number of ranks.", show_default=False)
 @click.option("-m", "--microbatches", type=int, help="M, the number of microbatches.", show_default=False)
 @click.option("-v", "--stages-per-rank", type=int, help="Stages on each rank, for schedules that have several.")
-@click.option("--tf", help="Time of a forward: one number, or one for each stage, as 1,1,2.  [default: 1]")
-@click.option("--tb", help="Time of a backward's input half; without --tw, of a whole backward too.  [default: 1]")
-@click.option("--tw", help="Time of its weight half; a whole backward takes both.  [default: that of --tb]")
+@click.option("--tf", help="Time of a forward: one number, or one for each stage, as 1,1,2,1.  [default: 1]")
+@click.option("--tb", help="Time of a backward's input half, I.  [default: 1]")
+@click.option(
+    "--tw", help="Time of its weight half, W; a whole one takes both.  [default: --tb's where there are halves, else 0]"
+)
 @click.option("--tc", help="Latency of a transfer from rank to rank.  [default: 0]")
 @click.option("--svg", type=click.Path(path_type=Path), help="Write the timeline as SVG into this file.")
 @click.option("--html", type=click.Path(path_type=Path), help="Write it as one HTML page with zoom.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import shutil
@@ -9,8 +10,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from pypipe.program import Program, build, builder_names, lower, simulate, verify
-from pypipe.program.drawing import Panel, chrome_trace, html, read_chrome_trace, svg, terminal
+from pypipe.program import Program, build, builder_names, find_builder, lower, simulate, verify
+from pypipe.program.drawing import Panel, chrome_trace, html, read_chrome_trace, splits_backward, svg, terminal
 
 _WIDTH_OF_A_FILE = 160
 _PLAIN = str.maketrans("·─▒µ", ".-#u")
@@ -26,8 +27,8 @@ class Times:
 
     Args:
         forward: time of an F.
-        backward: time of an I; of a B too, unless there is `weight`.
-        weight: time of a W, by default that of an I; where it is given, a B takes an I and a W.
+        backward: time of an I.
+        weight: time of a W; by default that of an I in a program that splits backwards, else 0. A B takes both.
         transfer: latency of a hop from rank to rank.
     """
 
@@ -45,12 +46,12 @@ class Times:
         """
         forward = _numbers("--tf", self.forward or "1", program)
         half = _numbers("--tb", self.backward or "1", program)
-        weight = half if self.weight is None else _numbers("--tw", self.weight, program)
-        whole = half if self.weight is None else [i + w for i, w in zip(half, weight, strict=True)]
+        default = half if splits_backward(program) else [0.0] * len(half)
+        weight = default if self.weight is None else _numbers("--tw", self.weight, program)
         timeline = simulate(
             program,
             forward=forward,
-            backward=whole,
+            backward=[i + w for i, w in zip(half, weight, strict=True)],
             input_backward=half,
             weight_backward=weight,
             hop=_numbers("--tc", self.transfer or "0", program),
@@ -82,12 +83,7 @@ def panels_for(
     if name in builder_names():
         if ranks is None or microbatches is None:
             raise ShowError(f"{name} needs a number of ranks and of microbatches: give -p and -m, such as -p 4 -m 8")
-        options = {} if per_rank is None else {"stages_per_rank": per_rank}
-        try:
-            program = build(name, ranks, microbatches, **options)
-        except TypeError:  # a builder without that parameter
-            raise ShowError(f"{name} takes no number of stages per rank: leave -v out") from None
-        return [times.of(_verified(program))]
+        return [times.of(_verified(_built(name, ranks, microbatches, per_rank)))]
     if not path.is_file():
         raise ShowError(
             f"{name} is no file, and no schedule is called so: give a file, or one of {', '.join(builder_names())}"
@@ -146,6 +142,18 @@ def write(panels: list[Panel], option: str, path: Path) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ShowError(f"cannot write {path} ({error.strerror}): give {option} a file that can be written") from error
+
+
+def _built(name: str, ranks: int, microbatches: int, per_rank: int | None) -> Program:
+    takes = "stages_per_rank" in inspect.signature(find_builder(name)).parameters
+    program = build(
+        name, ranks, microbatches, **({"stages_per_rank": per_rank} if takes and per_rank is not None else {})
+    )
+    here = program.n_stages // program.n_ranks
+    if per_rank is not None and per_rank != here:
+        stages = "1 stage" if here == 1 else f"{here} stages"
+        raise ShowError(f"-v {per_rank} does not fit: {name} puts {stages} on each rank; leave -v out")
+    return program
 
 
 def _program(text: str, name: str) -> Program:

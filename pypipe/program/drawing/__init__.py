@@ -2,8 +2,8 @@
 
 from .chrome import chrome_trace, read_chrome_trace
 from .html import html
-from .panels import Panel
+from .panels import Panel, splits_backward
 from .svg import svg
 from .terminal import grid, terminal
 
-__all__ = ["Panel", "chrome_trace", "grid", "html", "read_chrome_trace", "svg", "terminal"]
+__all__ = ["Panel", "chrome_trace", "grid", "html", "read_chrome_trace", "splits_backward", "svg", "terminal"]

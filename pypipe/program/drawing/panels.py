@@ -34,7 +34,7 @@ Drawn = Panel | Timeline | Program
 
 
 def panels_of(drawn: Sequence[Drawn]) -> list[Panel]:
-    """Panels for whatever may be drawn; a program is drawn with unit times.
+    """Panels for whatever may be drawn; a program is drawn with unit times, in which a B beside halves takes two.
 
     Raises:
         ProgramError: a program cannot be simulated.
@@ -45,13 +45,19 @@ def panels_of(drawn: Sequence[Drawn]) -> list[Panel]:
     panels = []
     for one in drawn:
         if isinstance(one, Program):
-            one = simulate(one, forward=1.0, backward=1.0, input_backward=1.0, weight_backward=1.0)
+            backward = 2.0 if splits_backward(one) else 1.0
+            one = simulate(one, forward=1.0, backward=backward, input_backward=1.0, weight_backward=1.0)
         panels.append(one if isinstance(one, Panel) else Panel(one))
     return [panel if panel.title else Panel(panel.timeline, *_default(panel)) for panel in panels]
 
 
 def _default(panel: Panel) -> tuple[str, bool]:
     return panel.timeline.program.name, panel.in_microseconds
+
+
+def splits_backward(program: Program) -> bool:
+    """Whether some backward is in two halves."""
+    return any(action.kind is Kind.W for actions in program.ranks for action in actions)
 
 
 def is_linear(program: Program) -> bool:
@@ -216,6 +222,7 @@ __all__ = [
     "row_name",
     "share_text",
     "short_label",
+    "splits_backward",
     "ticks",
     "time_text",
     "time_unit",
