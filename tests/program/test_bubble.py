@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pypipe.program import Event, Timeline, gpipe, one_f_one_b, simulate, split_bubble
+from pypipe.program import Event, Timeline, build, builder_names, gpipe, one_f_one_b, simulate, split_bubble
 
 BUILDERS = st.sampled_from([gpipe, one_f_one_b])
 TIMES = st.lists(st.floats(0.1, 10), min_size=4, max_size=4)
@@ -64,3 +64,15 @@ def test_a_measured_pause_counts_as_exposed_and_an_uneven_microbatch_as_imbalanc
 
 def test_a_step_without_time_has_no_bubble() -> None:
     assert split_bubble(simulate(gpipe(2, 2), forward=0.0, backward=0.0)).ratio == 0
+
+
+@pytest.mark.parametrize("name", builder_names())
+def test_every_schedule_s_bubble_is_divided(name: str) -> None:
+    program = build(name, 4, 8)
+    costs = [1.0 + 0.1 * stage for stage in range(program.n_stages)]
+    timeline = simulate(program, forward=costs, input_backward=costs, weight_backward=costs, hop=0.05)
+    bubble = split_bubble(timeline)
+    assert bubble.ratio == pytest.approx(timeline.bubble_ratio, abs=1e-12)
+    assert bubble.exposed_transfer > 0
+    even = split_bubble(simulate(program, forward=1.0, input_backward=1.0, weight_backward=1.0))
+    assert (even.imbalance, even.exposed_transfer) == pytest.approx((0, 0), abs=1e-12)

@@ -6,8 +6,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pypipe.program import Program, gpipe, one_f_one_b, simulate
-from pypipe.program.drawing import Panel, svg
+from pypipe.program import Program, build, builder_names, gpipe, one_f_one_b, simulate
+from pypipe.program.drawing import Panel, chrome_trace, html, read_chrome_trace, svg, terminal
 from pypipe.program.drawing.palette import COLOURS
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
@@ -99,3 +99,14 @@ def test_kinds_differ_in_grey_and_their_text_can_be_read() -> None:
 def luminance(colour: str) -> float:
     level = (lightness(colour) + 16) / 116
     return level**3 if level > 6 / 29 else 3 * (6 / 29) ** 2 * (level - 4 / 29)
+
+
+@pytest.mark.parametrize("name", builder_names())
+def test_every_schedule_can_be_drawn_in_every_way(name: str) -> None:
+    program = build(name, 4, 8)
+    n_actions = sum(map(len, program.ranks))
+    assert sum(map(len, boxes(svg(program)).values())) == n_actions
+    assert len(terminal(program, width=100).splitlines()) >= 4 + 3
+    (read,) = read_chrome_trace(chrome_trace(program))
+    assert read.timeline.program == program
+    assert html(program).count("<canvas") == 1
