@@ -6,6 +6,7 @@ from .families.linear import gpipe, naive, one_f_one_b
 from .families.looped import interleaved, looped_bfs, interleaved_zero_bubble
 from .families.zero_bubble import zb_h1, zb_h2
 from .families.v_shaped import zbv
+from .families.controllable_memory import v_half, v_min
 from .families.bidirectional import dualpipe, dualpipev
 
 # isort: on
@@ -25,6 +26,8 @@ __all__ = [
     "naive",
     "one_f_one_b",
     "register",
+    "v_half",
+    "v_min",
     "zb_h1",
     "zb_h2",
     "zbv",
