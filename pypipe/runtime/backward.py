@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-__all__ = ["as_recorded", "run_backward"]
+__all__ = ["as_recorded", "gradient_edge", "run_backward"]
 
 # torch.autograd.backward() spends more time on checking its arguments in Python than a small stage's backward takes;
 # the engine checks shapes and dtypes itself. Others that know their roots call it as well, so it is unlikely to go.
@@ -29,6 +31,22 @@ def run_backward(
     arguments = (tuple(roots), tuple(gradients), keep_graph, False, tuple(ends))  # no create_graph
     with as_recorded(gradients[0].device.type):
         _engine.run_backward(*arguments, allow_unreachable=True, accumulate_grad=True)
+
+
+def gradient_edge(tensor: Tensor) -> GradientEdge:
+    """Where a tensor's gradient goes. Unlike the tensor, it keeps none of its memory; it does keep the graph below."""
+    edge = get_gradient_edge(tensor)
+    if isinstance(edge.node, BackwardCFunction) and not hasattr(edge, "ownership_token"):
+        # torch < 2.7: the Python half of a custom Function's node does not keep its other half.
+        owned = _OwnedEdge(*edge)
+        with torch.enable_grad():
+            owned.owner = tensor.view_as(tensor).grad_fn
+        return owned
+    return edge
+
+
+class _OwnedEdge(GradientEdge):
+    owner: Any
 
 
 def as_recorded(device: str) -> AbstractContextManager[Any]:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from pypipe.errors import InputError
 from pypipe.program import Kind
-from pypipe.runtime.backward import run_backward
+from pypipe.runtime.backward import gradient_edge, run_backward
 from pypipe.runtime.batch import Batch, ChunkSpecs, Share
 from pypipe.runtime.channels import ReceiveChannel, Received, SendChannel
 from pypipe.runtime.local import Handed, LocalChannel
@@ -172,9 +172,7 @@ class StageExecution:
             self._outputs.pop(microbatch), microbatch, share.rows, share.batch_rows, self._inputs.get(microbatch)
         )
         if self._training:
-            self._nodes[microbatch] = [
-                torch.autograd.graph.get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad
-            ]
+            self._nodes[microbatch] = [gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
 
     def backward(self, microbatch: int) -> None:
         """B: waits for the output's gradients, runs backward, and gives the input's slot back."""

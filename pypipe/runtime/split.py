@@ -23,14 +23,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from pypipe.runtime.backward import as_recorded, run_backward
-from pypipe.runtime.split_plan import Node, SplitPlan, WeightEdge, plan_split, saved_by
+from pypipe.runtime.backward import as_recorded, gradient_edge, run_backward
+from pypipe.runtime.saved import drop_saved, saves
+from pypipe.runtime.split_plan import Node, SplitPlan, WeightEdge, plan_split
 
 __all__ = ["SplitBackward", "WeightWork"]
 
 # W hands this many bytes of weight gradients to autograd at once: few runs, and little memory on top of `.grad`.
 _BATCH_BYTES = 32 << 20
 
+_Arrival = tuple[Node, tuple[Tensor | None, ...]]
 _Call = tuple[Node, tuple[Tensor | None, ...], list[WeightEdge]]
 
 
@@ -66,11 +68,13 @@ class WeightWork:
             roots = [root for group in batch for root in group.roots]
             gradients = [gradient for group in batch for gradient in group.gradients]
             calls = [call for group in batch for call in group.calls]
+            owners = [node for node, _, _ in calls]  # in Python, nothing else keeps a custom Function's node
             del batch
             if calls:
                 _call_for_weights(calls, roots, gradients)
             if roots:
                 run_backward(roots, gradients)
+            del owners
 
 
 class SplitBackward:
@@ -83,6 +87,8 @@ class SplitBackward:
     def __init__(self, where: str) -> None:
         self._where = where
         self._warned = False
+        self._unsplittable: str | None = None
+        self._trusted: set[type] = set()  # Functions that have run in I
 
     def begin(self, roots: list[Any], gradients: list[Tensor], inputs: Iterable[Tensor]) -> WeightWork | None:
         """I: adds the gradients of `inputs` to their `.grad`. What it returns is W; None if nothing is left to do.
@@ -93,10 +99,13 @@ class SplitBackward:
             roots: tensors or gradient edges, with one gradient each.
             inputs: the leaves at which the stage begins; those that the roots don't lead to are left alone.
         """
-        edges = [torch.autograd.graph.get_gradient_edge(root) if isinstance(root, Tensor) else root for root in roots]
+        edges = [gradient_edge(root) if isinstance(root, Tensor) else root for root in roots]
+        inputs = list(inputs)
         plan = plan_split([edge.node for edge in edges], inputs)
+        if self._unsplittable is not None:
+            plan.whole, plan.reasons = True, [self._unsplittable]
         if plan.reasons:
-            self._warn(plan)
+            self._warn(plan.reasons, "all weights" if plan.whole else f"{len(plan.early)} of its weights")
         if plan.whole:
             run_backward(roots, gradients)
             return None
@@ -110,61 +119,95 @@ class SplitBackward:
                 groups[group].roots.append(edge)
                 groups[group].gradients.append(gradient)
         if now:
-            for node, arrived in _run_inputs(plan, now):
+            before = _Accumulated([*inputs, *plan.early])
+            trusted = plan.functions <= self._trusted
+            try:
+                captured = self._run_chain(plan, now, drop_at_once=trusted)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                if trusted or before.changed():
+                    raise
+                # A Function may refuse to run for a part of a graph, or a graph that is kept. All of the graph is still
+                # there; if the error has another cause, it comes again.
+                run_backward(roots, gradients)
+                self._unsplittable = f"a Function refused: {str(error).partition(chr(10))[0]}"
+                self._warn([self._unsplittable], "all weights")
+                return None
+            self._trusted |= plan.functions
+            before.separate(gradient for _, arrived in captured for gradient in arrived)
+            for node, arrived in captured:
                 found = plan.weight_edges[node]
                 groups[plan.groups[found[0][1]]].calls.append((node, arrived, found))
         return WeightWork([group for group in groups.values() if group.calls or group.roots])
 
-    def _warn(self, plan: SplitPlan) -> None:
+    def _run_chain(
+        self, plan: SplitPlan, roots: list[tuple[GradientEdge, Tensor]], *, drop_at_once: bool
+    ) -> list[_Arrival]:
+        """Runs the chain; returns the gradients that arrived at nodes with weights, in the order of execution."""
+        captured: list[_Arrival] = []
+        made: set[int] = set()
+        spent = {node: None for node in plan.spent if saves(node)}
+
+        def capture(node: Node, gradients: tuple[Tensor | None, ...]) -> None:
+            made.add(torch._C._autograd._get_sequence_nr())  # how many nodes this thread has made
+            if any(gradient is not None for gradient in gradients):
+                captured.append((node, gradients))
+
+        def drop(node: Node, *_: Any) -> None:
+            if node in spent:
+                del spent[node]
+                drop_saved(node)
+
+        handles = [node.register_prehook(partial(capture, node)) for node in plan.weight_edges]
+        if drop_at_once:
+            handles += [node.register_hook(partial(drop, node)) for node in spent]
+        try:
+            run_backward(*zip(*roots, strict=True), ends=plan.ends, keep_graph=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        for node in list(spent):
+            drop(node)
+        if plan.packed and len(made) > 1:  # something was recomputed, and W will recompute it again
+            self._unsplittable = "it computes its forward again in backward"
+        return captured
+
+    def _warn(self, reasons: list[str], which: str) -> None:
         if self._warned:
             return
         self._warned = True
-        which = "all weights" if plan.whole else f"{len(plan.early)} of its weights"
         warnings.warn(
             f"{self._where}: the gradients of {which} are computed in action I, not in W; they are right, but the "
-            f"schedule has less to fill its bubbles with. The reason: {'; '.join(plan.reasons)}",
-            stacklevel=2,
+            f"schedule has less to fill its bubbles with. The reason: {'; '.join(reasons)}",
+            stacklevel=3,
         )
 
 
-def _run_inputs(plan: SplitPlan, roots: list[tuple[GradientEdge, Tensor]]) -> list[tuple[Node, Any]]:
-    """Runs the chain; returns the gradients that arrived at nodes with weights, in the order of execution."""
-    captured: list[tuple[Node, Any]] = []
-    handles = [node.register_prehook(partial(_capture, captured, node)) for node in plan.weight_edges]
-    try:
-        run_backward([edge for edge, _ in roots], [gradient for _, gradient in roots], ends=plan.ends, keep_graph=True)
-    finally:
-        for handle in handles:
-            handle.remove()
-    for node in plan.spent:
-        _drop_saved(node)
-    return captured
+class _Accumulated:
+    """The `.grad` of leaves before a backward."""
 
+    def __init__(self, leaves: list[Tensor]) -> None:
+        self._before = [(leaf, leaf.grad, 0 if leaf.grad is None else leaf.grad._version) for leaf in leaves]
 
-def _capture(captured: list[tuple[Node, Any]], node: Node, gradients: tuple[Tensor | None, ...]) -> None:
-    if any(gradient is not None for gradient in gradients):
-        captured.append((node, gradients))
+    def changed(self) -> bool:
+        """Whether the backward has reached any of them."""
+        return any(
+            leaf.grad is not grad or (grad is not None and grad._version != version)
+            for leaf, grad, version in self._before
+        )
 
+    def separate(self, kept: Iterable[Tensor | None]) -> None:
+        """Copies each new `.grad` that shares memory with a gradient that is kept: more will be added to it in place.
 
-def _drop_saved(node: Node) -> None:
-    """Frees what a node saved. Others in the graph may keep the node itself."""
-    for saved in saved_by(node):
-        try:
-            saved.register_hooks(_forget, _forgotten)
-        except RuntimeError:  # there was nothing, or somebody else's hooks hold it
-            continue
-    if isinstance(node, torch.autograd.function.BackwardCFunction):
-        vars(node).clear()
-
-
-def _forget(_: Tensor) -> None:
-    return None
-
-
-def _forgotten(_: None) -> Tensor:
-    raise RuntimeError(
-        "a backward runs a second time through the graph of a stage, whose first was split in two halves and freed it"
-    )
+        Autograd may make a gradient, or a view of it, a leaf's first `.grad`.
+        """
+        fresh = [leaf for leaf, before, _ in self._before if before is None and leaf.grad is not None]
+        if fresh:
+            storages = {gradient.untyped_storage()._cdata for gradient in kept if gradient is not None}
+            for leaf in fresh:
+                if leaf.grad is not None and leaf.grad.untyped_storage()._cdata in storages:
+                    leaf.grad = leaf.grad.clone()
 
 
 def _call_for_weights(calls: list[_Call], roots: list[GradientEdge], gradients: list[Tensor]) -> None:
@@ -194,7 +237,7 @@ def _call(calls: list[_Call], roots: list[GradientEdge], gradients: list[Tensor]
                 roots.append(GradientEdge(child, output))
                 gradients.append(results[position])
         del results, arrived
-        _drop_saved(node)
+        drop_saved(node)
 
 
 class _Inside(torch.autograd.Function):

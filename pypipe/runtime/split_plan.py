@@ -13,7 +13,7 @@ share a node with these, are *early*: their gradients are computed and accumulat
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,9 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
-__all__ = ["Node", "SplitPlan", "WeightEdge", "plan_split", "saved_by"]
+from pypipe.runtime.saved import packed, packed_by_checkpoint, saved_by
+
+__all__ = ["Node", "SplitPlan", "WeightEdge", "plan_split"]
 
 Node = Any
 WeightEdge = tuple[int, Node, int]  # position among a node's edges, the node behind it, which output of that
@@ -63,7 +65,8 @@ class SplitPlan:
         spent: nodes that have nothing left to do after I.
         groups: for each node behind a weight edge or root, the group it is in. Groups share no node and no leaf.
         group_bytes: for each group, the bytes of its weights.
-        chain: the nodes of the chain.
+        functions: the kinds of the chain's nodes that are not torch's own operations.
+        packed: whether W may meet saved tensors that hooks packed.
     """
 
     reasons: list[str]
@@ -74,7 +77,8 @@ class SplitPlan:
     spent: list[Node]
     groups: dict[Node, Node]
     group_bytes: dict[Node, int]
-    chain: set[Node]
+    functions: set[type]
+    packed: bool
 
 
 def plan_split(roots: Iterable[Node], inputs: Iterable[Tensor]) -> SplitPlan:
@@ -126,25 +130,9 @@ def plan_split(roots: Iterable[Node], inputs: Iterable[Tensor]) -> SplitPlan:
         spent=[n for n in edges if (n in chain and n not in weight_edges) or behind.get(n) in early],
         groups={node: group for node, group in behind.items() if group not in early},
         group_bytes=sizes,
-        chain=chain,
+        functions={type(node) for node in chain if node not in leaves and _operation(node) is None},
+        packed=any(packed(saved) for node in weight_edges for saved in saved_by(node)),
     )
-
-
-def saved_by(node: Node) -> Iterator[Any]:
-    """What a node saved for its backward (torch's SavedTensor)."""
-    kind = type(node)
-    names = _saved_names.get(kind)
-    if names is None:
-        names = _saved_names[kind] = [name for name in dir(kind) if name.startswith("_raw_saved_")]
-    for name in names:
-        saved = getattr(node, name)
-        if isinstance(saved, tuple):
-            yield from saved
-        else:
-            yield saved
-
-
-_saved_names: dict[type, list[str]] = {}
 
 
 class _Groups:
@@ -244,6 +232,6 @@ def _joint(node: Node) -> str | None:
         return f"{name} computes all its gradients at once"
     if operation in _JOINT:
         return f"{operation} computes all its gradients at once"
-    if any(getattr(saved, "unpack_hook", None) is not None for saved in saved_by(node)):
-        return "saved tensors are packed (activation checkpointing, or offloading)"
+    if any(packed_by_checkpoint(saved) for saved in saved_by(node)):
+        return "what activation checkpointing recomputes can be had once only"
     return None
