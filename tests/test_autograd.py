@@ -23,10 +23,10 @@ def _check(
     size: int = 3,
     schedules: list[str] = SCHEDULES,
     link: str = "auto",
+    count: int | None = None,
 ) -> None:
-    found = [
-        text for texts in ranks.run(size, autograd_cases.compare, kind, name, places, schedules, link) for text in texts
-    ]
+    arguments = (kind, name, places, schedules, link, count)
+    found = [text for texts in ranks.run(size, autograd_cases.compare, *arguments) for text in texts]
     assert not found, "\n".join(found)
 
 
@@ -40,6 +40,16 @@ def test_an_unusual_stage_first_in_the_middle_or_last_gets_the_gradients_of_plai
 @pytest.mark.parametrize("name", list(autograd_cases.HOOKS))
 def test_hooks_see_and_do_what_they_see_and_do_in_plain_pytorch(ranks: RankPool, name: str) -> None:
     _check(ranks, "hook", name, autograd_cases.PLACES.get(name, EVERYWHERE))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("special", name) for name in autograd_cases.SPECIALS] + [("hook", name) for name in autograd_cases.HOOKS],
+)
+def test_between_stages_of_one_rank_gradients_are_those_of_plain_pytorch(ranks: RankPool, kind: str, name: str) -> None:
+    places = autograd_cases.PLACES.get(name, EVERYWHERE)
+    _check(ranks, kind, name, places, size=1, schedules=["I and W"], count=3)
+    _check(ranks, kind, name, [1], size=1, schedules=["B"], count=3)
 
 
 @pytest.mark.parametrize("name", list(autograd_cases.CASES))

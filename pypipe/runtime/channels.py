@@ -19,7 +19,7 @@ from pypipe import _core
 from pypipe.errors import MismatchError
 from pypipe.runtime import trees
 
-__all__ = ["ReceiveChannel", "ReceivePort", "Received", "SendChannel", "SendPort", "enter"]
+__all__ = ["ReceiveChannel", "ReceivePort", "Received", "SendChannel", "SendPort", "enter", "is_shared"]
 
 # Layouts that one channel keeps at both ends; the oldest is forgotten first.
 _MOST_LAYOUTS = 256
@@ -159,6 +159,16 @@ def _uses_alone() -> int:
     return _uses(torch.empty(1))
 
 
+def is_shared(tensors: list[Tensor]) -> bool:
+    """Whether anybody but the list's owner has one of these tensors, in Python or C++, or another on their storage."""
+    for tensor in tensors:
+        mine = 3  # the list, the loop, getrefcount()
+        count: int = tensor._use_count()  # type: ignore[attr-defined]
+        if sys.getrefcount(tensor) > mine or count > 1 or _uses(tensor) > _uses_alone():
+            return True
+    return False
+
+
 class Received:
     """One message: its tree, whose tensors are views of a slot until release().
 
@@ -194,12 +204,7 @@ class Received:
         Only where the port's storages are apart. Somebody has the received tensor itself, in Python or in C++, or a
         view or an alias of it, which shares its storage.
         """
-        for tensor in self._tensors:
-            mine = 3  # the list, the loop, getrefcount()
-            count: int = tensor._use_count()  # type: ignore[attr-defined]
-            if sys.getrefcount(tensor) > mine or count > 1 or _uses(tensor) > _uses_alone():
-                return True
-        return False
+        return is_shared(self._tensors)
 
     def settle(self) -> None:
         """After the forward: a stage may have changed its input in place; the memory is its own."""

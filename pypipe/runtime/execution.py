@@ -19,7 +19,9 @@ from pypipe.program import Kind
 from pypipe.runtime.backward import gradient_edge, run_backward
 from pypipe.runtime.batch import Batch, ChunkSpecs, Share
 from pypipe.runtime.channels import ReceiveChannel, Received, SendChannel
+from pypipe.runtime.loans import GradientLoans, Loan
 from pypipe.runtime.local import Handed, LocalChannel
+from pypipe.runtime.split import SplitBackward, WeightWork
 
 __all__ = ["StageExecution"]
 
@@ -37,6 +39,7 @@ class StageExecution:
         where: how messages call this stage.
         loss: on the last stage, the loss function, or None.
         scale_grads: whether gradients are those of the mean over the batch (else of the sum over microbatches).
+        splits: whether backwards are split into I and W.
         receive_forward, send_forward, receive_backward, send_backward: the channels to the neighbouring stages, on
             other ranks or on this one; None where this stage is the first or the last.
     """
@@ -49,6 +52,7 @@ class StageExecution:
         last: bool,
         loss: Loss | None,
         scale_grads: bool,
+        splits: bool,
         receive_forward: ReceiveChannel | LocalChannel | None,
         send_forward: SendChannel | LocalChannel | None,
         receive_backward: ReceiveChannel | LocalChannel | None,
@@ -62,13 +66,13 @@ class StageExecution:
         self._receive_forward = receive_forward
         self._send_forward = send_forward
         self._receive_backward = receive_backward
+        self._loans = GradientLoans(receive_backward, splits=splits) if receive_backward is not None else None
         self._send_backward = send_backward
         # Stages of one rank hand over in memory, as part of F and B: programs have no action for it.
         self._hands_forward = isinstance(send_forward, LocalChannel)
         self._hands_backward = isinstance(send_backward, LocalChannel)
         self._weights: dict[tuple[Any, ...], Tensor] = {}
-        self._copy_gradients = receive_backward is not None and not receive_backward.storages_apart
-        self._lent: Received | Handed | None = None
+        self._split = SplitBackward(where)
         self.busy_seconds = 0.0
         self.reset()
 
@@ -83,6 +87,7 @@ class StageExecution:
         self._nodes: dict[int, list[Any]] = {}
         self._input_gradients: dict[int, list[Tensor | None]] = {}
         self._loss_graphs: dict[int, Tensor] = {}
+        self._rests: dict[int, tuple[WeightWork, Received | Handed | None, Loan | None]] = {}
         self._fresh: list[Tensor] = []
         self._batch: Batch = _NOTHING
         self.losses: dict[int, Tensor] = {}
@@ -97,7 +102,7 @@ class StageExecution:
         self._with_loss = with_loss and self._last
         self._loss_kwargs: dict[str, Any] = loss_kwargs or {}
         self.busy_seconds = 0.0
-        if training and (self._receive_forward is not None or self._receive_backward is not None):
+        if training and (self._receive_forward is not None or self._loans is not None):
             self._fresh = [p for p in self._module.parameters() if p.requires_grad and p.grad is None]
             self._fresh += batch.leaves
 
@@ -176,50 +181,76 @@ class StageExecution:
 
     def backward(self, microbatch: int) -> None:
         """B: waits for the output's gradients, runs backward, and gives the input's slot back."""
-        received: Received | Handed | None = None
+        self._begin_backward(microbatch, split=False)
+
+    def input_backward(self, microbatch: int) -> None:
+        """I: the input's half of B; what the weights' half needs stays."""
+        self._begin_backward(microbatch, split=True)
+
+    def weight_backward(self, microbatch: int) -> None:
+        """W: the weights' half of B, unless I had to do both."""
+        rest = self._rests.pop(microbatch, None)
+        if rest is None:
+            return
+        work, inputs, loan = rest
+        start = time.perf_counter()
+        work.run()
+        if self._fresh:
+            self._own_fresh_gradients(inputs, loan)
+        self.busy_seconds += time.perf_counter() - start
+        del rest, work
+        if inputs is not None:
+            inputs.release()
+        if loan is not None:
+            assert self._loans is not None
+            self._loans.give_back(loan)
+
+    def _begin_backward(self, microbatch: int, *, split: bool) -> None:
+        loan: Loan | None = None
         roots: list[Any]
         gradients: list[Tensor]
-        if self._receive_backward is None:
+        if self._loans is None:
             loss = self._loss_graphs.pop(microbatch)
             roots, gradients = [loss], [self._weight(microbatch, loss)]
             del loss
         else:
-            received = self._receive_backward.receive(microbatch, training=False)
-            pairs = list(zip(self._nodes.pop(microbatch), received.tree, strict=True))
-            received.tree = None
+            loan = self._loans.take(microbatch)
+            pairs = list(zip(self._nodes.pop(microbatch), loan.gradients, strict=True))
+            loan.gradients = []
             roots = [node for node, gradient in pairs if gradient is not None]
             gradients = [gradient for _, gradient in pairs if gradient is not None]
             del pairs
-            if self._copy_gradients:
-                gradients = [gradient.clone() for gradient in gradients]
-                received.release()
-                received = None
         inputs = self._inputs.pop(microbatch, None)
+        work: WeightWork | None = None
         start = time.perf_counter()
-        if roots:
+        if roots and split:
+            work = self._split.begin(roots, gradients, () if inputs is None else inputs.leaves)
+        elif roots:
             run_backward(roots, gradients)
         del roots, gradients
         if self._fresh:
-            self._own_fresh_gradients(inputs, received)
+            self._own_fresh_gradients(inputs, loan)
         if inputs is not None:
             if self._send_backward is not None:
                 self._input_gradients[microbatch] = [
-                    None if leaf.grad is None else _kept(_kept(leaf.grad, inputs), received) for leaf in inputs.leaves
+                    None if leaf.grad is None else _kept(leaf.grad, inputs, loan) for leaf in inputs.leaves
                 ]
             inputs.leaves = []
+        if work is not None:
+            self._rests[microbatch] = (work, inputs, loan)
+        elif inputs is not None:
             inputs.release()
         self.busy_seconds += time.perf_counter() - start
         if self._hands_backward:
             self.send_backward(microbatch)
-        if received is None:
-            return
-        if received.is_shared():
-            # A hook keeps it, or it is the `.grad` of what is no parameter. It is theirs now, with its slot, for which
-            # the channel has a spare one; from now on they get copies.
-            self._lent = received
-            self._copy_gradients = True
-        else:
-            received.release()
+        if work is None and loan is not None:
+            assert self._loans is not None
+            self._loans.give_back(loan)
+
+    def end_step(self) -> None:
+        """After the last action of a step without an error."""
+        if self._training and self._loans is not None:
+            self._loans.end_step()
 
     def send_backward(self, microbatch: int) -> None:
         """SEND_B: sends the input's gradients back; None where there is none."""
@@ -237,7 +268,7 @@ class StageExecution:
             found = self._weights[key] = torch.full_like(loss, weight, requires_grad=False)
         return found.clone()  # autograd may make it, or a view of it, somebody's `.grad`
 
-    def _own_fresh_gradients(self, *slots: Received | Handed | None) -> None:
+    def _own_fresh_gradients(self, *slots: Received | Handed | Loan | None) -> None:
         """Makes a `.grad` that lies in a slot a tensor of its own; the slot's memory is only lent.
 
         Autograd may make a received gradient, or a view of it, some tensor's first `.grad`, and a backward may hand
@@ -255,10 +286,13 @@ def _detached(tree: Any) -> Any:
     return pytree.tree_map_only(Tensor, Tensor.detach, tree)
 
 
-def _kept(tree: Any, received: Received | Handed | None) -> Any:
-    """`tree`, with copies of the tensors that lie in a slot that is about to be given back."""
-    if received is None:
-        return tree
+def _kept(tree: Any, *lenders: Received | Handed | Loan | None) -> Any:
+    """`tree`, with copies of the tensors whose memory is only lent, and about to be given back."""
+
+    def kept(tensor: Tensor) -> Tensor:
+        lent = any(lender is not None and lender.holds(tensor) for lender in lenders)
+        return tensor.detach().clone() if lent else tensor
+
     if isinstance(tree, Tensor):
-        return tree.detach().clone() if received.holds(tree) else tree
-    return pytree.tree_map_only(Tensor, lambda tensor: _kept(tensor, received), tree)
+        return kept(tree)
+    return pytree.tree_map_only(Tensor, kept, tree)

@@ -104,8 +104,12 @@ def _call(action: Action, stage: StageExecution) -> Callable[[int], None]:
             return stage.forward
         case Kind.B:
             return stage.backward
+        case Kind.I:
+            return stage.input_backward
+        case Kind.W:
+            return stage.weight_backward
         case Kind.SEND_F:
             return stage.send_forward
         case Kind.SEND_B:
             return stage.send_backward
-    raise ValueError(f"the executor cannot run {action}: it knows F, B and their transfers")
+    raise ValueError(f"the executor cannot run {action}")

@@ -151,6 +151,8 @@ class Pipeline:
             else:
                 with torch.no_grad():
                     executor.run()
+            for stage in running.stages.values():
+                stage.end_step()
             result = self._results(running, call)
         except BaseException as error:
             self._fail(error, running.connection, executor if started else None)
@@ -280,6 +282,7 @@ class Pipeline:
                 last=after is None,
                 loss=settings.loss,
                 scale_grads=settings.scale_grads,
+                splits=any(action.kind is Kind.I and action.stage == stage for action in program.ranks[rank]),
                 receive_forward=None if before is None else receivers.get(Channel(Kind.F, before, stage)),
                 send_forward=None if after is None else senders.get(Channel(Kind.F, stage, after)),
                 receive_backward=None if after is None else receivers.get(Channel(Kind.B, after, stage)),

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from random_programs import one_rank
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
@@ -943,37 +944,63 @@ def _build(make: Callable[[], Case], prepare: Callable[[Any], None]) -> Case:
     return case
 
 
-def _pipelined(rank: int, size: int, group: Any, schedule_name: str, case: Case) -> list[dict[str, Any]]:
-    module = case.modules[rank]
-    stage = pypipe.PipelineStage(module, rank, size, torch.device("cpu"), group=group)
-    seen: list[dict[str, Any]] = []
-    rng: Any = None
-    with getattr(pypipe, schedule_name)(
-        stage, n_microbatches=case.n_microbatches, loss_fn=case.loss, scale_grads=case.scale_grads, timeout=10,
-        **case.schedule_kwargs,
-    ) as schedule:  # fmt: skip
+def _held(rank: int, size: int, group: Any, name: str, case: Case) -> tuple[dict[int, nn.Module], Any]:
+    """This rank's modules by their stage, and a schedule for them; on one rank there may be several stages."""
+    count = len(case.modules)
+    held = {stage: case.modules[stage] for stage in ([rank] if size == count else range(count))}
+    stages = [
+        pypipe.PipelineStage(module, stage, count, torch.device("cpu"), group=group) for stage, module in held.items()
+    ]
+    options = {"loss_fn": case.loss, "scale_grads": case.scale_grads, "timeout": 10, **case.schedule_kwargs}
+    if size == count:
+        return held, getattr(pypipe, name)(stages[0], n_microbatches=case.n_microbatches, **options)
+    program = one_rank(count, case.n_microbatches, split=name == "I and W")
+    return held, pypipe.Schedule(program, stages, case.n_microbatches, **options)
+
+
+def _with_random_numbers_of_its_own(module: nn.Module, stage: int) -> None:
+    """Stages on one rank draw from streams of their own, as stages on several ranks do."""
+    torch.manual_seed(1000 + stage)
+    states = [torch.get_rng_state()]
+
+    def exchange(*_: Any) -> None:
+        states.append(torch.get_rng_state())
+        torch.set_rng_state(states.pop(0))
+
+    module.register_forward_pre_hook(exchange)
+    module.register_forward_hook(exchange)
+
+
+def _pipelined(rank: int, size: int, group: Any, schedule_name: str, case: Case) -> list[dict[int, dict[str, Any]]]:
+    """What is to be seen of each of this rank's stages after each step."""
+    held, schedule = _held(rank, size, group, schedule_name, case)
+    count = len(case.modules)
+    for stage, module in held.items():
+        _with_random_numbers_of_its_own(module, stage)
+    seen: list[dict[int, dict[str, Any]]] = []
+    with schedule:
         for step in range(case.steps):
             torch.manual_seed(100 + step)
             batch = case.batch(step)
-            if rng is None:
-                torch.manual_seed(1000 + rank)
-            else:
-                torch.set_rng_state(rng)
             losses: list[Tensor] = []
+            kwargs = {name: value for stage in held for name, value in batch.kwargs.get(stage, {}).items()}
             with case.around():
                 output = schedule.step(
-                    *batch.args, target=batch.target, losses=losses, loss_kwargs=case.loss_kwargs,
-                    **batch.kwargs.get(rank, {}),
-                )  # fmt: skip
-            rng = torch.get_rng_state()
-            case.after(module, step)
-            seen.append({**_visible(module, rank, size, batch), "losses": _copy(losses), "output": _copy(output)})
-        schedule.eval(*batch.args, **batch.kwargs.get(rank, {}))
+                    *batch.args, target=batch.target, losses=losses, loss_kwargs=case.loss_kwargs, **kwargs
+                )
+            seen.append({})
+            for stage, module in held.items():
+                case.after(module, step)
+                results = {"losses": _copy(losses), "output": _copy(output)}
+                if stage < count - 1 and count > size:
+                    results = {"losses": [], "output": None}
+                seen[-1][stage] = {**_visible(module, stage, count, batch), **results}
+        schedule.eval(*batch.args, **kwargs)
         # Whatever arrived in the slots since must not have changed what the user holds.
-        last = {
-            key: value for key, value in _visible(module, rank, size, batch).items() if "note" in key or "grad" in key
-        }
-        seen.append(last)
+        seen.append({})
+        for stage, module in held.items():
+            visible = _visible(module, stage, count, batch)
+            seen[-1][stage] = {key: value for key, value in visible.items() if "note" in key or "grad" in key}
     return seen
 
 
@@ -1114,9 +1141,21 @@ def _differences(name: str, case: Case, mine: dict[str, Any], theirs: dict[str, 
 
 
 def compare(
-    rank: int, size: int, group: Any, kind: str, name: str, places: list[int], schedules: list[str], link: str
+    rank: int,
+    size: int,
+    group: Any,
+    kind: str,
+    name: str,
+    places: list[int],
+    schedules: list[str],
+    link: str,
+    count: int | None = None,
 ) -> list[str]:
-    """What differs, in words, for a case at several places, with several schedules, over one link."""
+    """What differs, in words, for a case at several places, with several schedules, over one link.
+
+    `count` stages are on one rank, where it is given; then the schedules are "B" and "I and W".
+    """
+    count = count or size
     warnings.simplefilter("ignore")
     found: list[str] = []
     for place in places:
@@ -1124,8 +1163,8 @@ def compare(
 
             def make(place: int = place) -> Case:
                 if kind == "special":
-                    return special(name, place, size)
-                return hooked(name, place, size) if kind == "hook" else CASES[name](size)
+                    return special(name, place, count)
+                return hooked(name, place, count) if kind == "hook" else CASES[name](count)
 
             prepare = HOOKS[name][1] if kind == "hook" else _nothing
             where = f"rank {rank}, {schedule}" + (f", special stage {place}" if kind != "case" else "")
@@ -1138,11 +1177,12 @@ def compare(
                 continue
             finally:
                 del os.environ["PYPIPE_LINK"]
-            case = _build(make, prepare)
-            theirs = _reference(rank, size, case, schedule == "ScheduleGPipe")
-            for step, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-                when = f"step {step}" if step < case.steps else "after a later eval()"
-                _differences(f"{where}, {when}", case, a, b, found)
+            for stage in mine[0]:
+                case = _build(make, prepare)
+                theirs = _reference(stage, count, case, schedule == "ScheduleGPipe")
+                for step, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+                    when = f"step {step}" if step < case.steps else "after a later eval()"
+                    _differences(f"{where}, stage {stage}, {when}", case, a[stage], b, found)
     return found
 
 

@@ -2,15 +2,77 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from typing import Any, NamedTuple
 
 import torch
 from models import make, twins, unpipelined
+from random_programs import random_program
 from torch import Tensor, nn
 
 import pypipe
+from pypipe.program import Program
 
 TOLERANCE = 1e-12
+
+# Where each schedule has the model's pieces: one on each rank, looped, in a V, or two copies in opposite directions.
+SINGLE = ["ScheduleGPipe", "Schedule1F1B"]
+LOOPED: list[str] = []
+V_SHAPED: list[str] = []
+BIDIRECTIONAL: list[str] = []
+
+
+class Pipelined(NamedTuple):
+    """A schedule, and what this rank's stages train: the model's pieces with their numbers."""
+
+    schedule: Any
+    held: list[tuple[int, nn.Module]]
+
+
+def count_stages(name: str, size: int) -> int:
+    """Into how many pieces a schedule cuts the model; names such as `ScheduleX v=2` and `random s=5` say it."""
+    name, _, options = name.partition(" ")
+    if name == "random":
+        return int(options.split()[0].removeprefix("s="))
+    if options:
+        return size * int(options.removeprefix("v="))
+    return 2 * size if name in V_SHAPED else size
+
+
+def pieces_of(name: str, rank: int, size: int) -> list[int]:
+    """Which pieces a rank holds."""
+    kind, count = name.partition(" ")[0], count_stages(name, size)
+    if kind in V_SHAPED:
+        return [rank, count - 1 - rank]
+    if kind in BIDIRECTIONAL:
+        return [rank, size - 1 - rank]
+    return list(range(rank, count, size))
+
+
+def build(
+    rank: int, size: int, group: Any, name: str, modules: list[nn.Module], n_microbatches: int, **options: Any
+) -> Pipelined:
+    """A schedule of this name over the modules, which are the model's pieces; a second copy is made here.
+
+    `random s=5 seed=0` is some program of 5 stages.
+    """
+    kind, _, rest = name.partition(" ")
+    program: Program | None = None
+    pieces = pieces_of(name, rank, size)
+    if kind == "random":
+        program = random_program(size, len(modules), n_microbatches, int(rest.split()[1].removeprefix("seed=")))
+        pieces = [stage for stage, holder in enumerate(program.placement) if holder == rank]
+    held: list[tuple[int, nn.Module]] = []
+    for piece in pieces:
+        is_second = kind in BIDIRECTIONAL and len(held) == 1
+        held.append((piece, copy.deepcopy(modules[piece]) if is_second else modules[piece]))
+    stages = [
+        pypipe.PipelineStage(module, piece, len(modules), torch.device("cpu"), group=group) for piece, module in held
+    ]
+    if program is not None:
+        return Pipelined(pypipe.Schedule(program, stages, n_microbatches, **options), held)
+    given = stages[0] if kind in SINGLE else stages
+    return Pipelined(getattr(pypipe, kind)(given, n_microbatches=n_microbatches, **options), held)
 
 
 def difference(a: Tensor | None, b: Tensor | None) -> float:
@@ -26,27 +88,27 @@ def difference(a: Tensor | None, b: Tensor | None) -> float:
     )
 
 
-def optimizer(module: nn.Module) -> Any:
+def optimizer(modules: list[nn.Module]) -> Any:
     """AdamW: its weight decay moves a parameter whose gradient is zero, and leaves one without a gradient alone.
 
     A key's bias has no influence on attention, so its gradient is rounding noise, which the usual eps of 1e-8 would
     blow up to steps of visible size, different ones for any other order of summation.
     """
-    parameters = list(module.parameters())
+    parameters = [parameter for module in modules for parameter in module.parameters()]
     return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1, eps=1e-4) if parameters else None
 
 
 def compare(
-    rank: int, size: int, group: Any, schedule_name: str, model: str, n_microbatches: int, rows: int, scale_grads: bool
+    rank: int, size: int, group: Any, name: str, model: str, n_microbatches: int, rows: int, scale_grads: bool
 ) -> list[str]:
     """Three optimizer steps and evals in between; returns what differs, in words."""
-    modules, make_batch, loss_fn = make(model, size)
+    modules, make_batch, loss_fn = make(model, count_stages(name, size))
     reference = twins(modules)
     batches = [make_batch(rows) for _ in range(4)]
-    stage = pypipe.PipelineStage(modules[rank], rank, size, torch.device("cpu"), group=group)
-    schedule = getattr(pypipe, schedule_name)(
-        stage, n_microbatches=n_microbatches, loss_fn=loss_fn, scale_grads=scale_grads, timeout=30
+    schedule, held = build(
+        rank, size, group, name, modules, n_microbatches, loss_fn=loss_fn, scale_grads=scale_grads, timeout=30
     )
+    has_last = any(piece == len(modules) - 1 for piece, _ in held)
     differences: list[str] = []
 
     def check(what: str, a: Tensor | None, b: Tensor | None) -> None:
@@ -54,7 +116,7 @@ def compare(
         if not worst <= TOLERANCE:
             differences.append(f"rank {rank}: {what} differs by {worst:g}")
 
-    mine, theirs = optimizer(modules[rank]), [optimizer(module) for module in reference]
+    mine, theirs = optimizer([module for _, module in held]), optimizer(reference)
     for number, (x, y) in enumerate(batches[:3]):
         losses: list[Tensor] = []
         output = schedule.step(x, target=y, losses=losses)
@@ -66,28 +128,29 @@ def compare(
             loss_fn(expected, y).backward()
         else:
             torch.stack([loss_fn(*chunk) for chunk in chunks]).sum().backward()
-        if rank == size - 1:
+        if has_last:
             check(f"output of step {number}", output, expected.detach())
             check(f"losses of step {number}", torch.stack(losses), torch.stack([loss_fn(*c) for c in chunks]).detach())
         elif output is not None or losses:
             differences.append(f"rank {rank} got an output or losses")
-        for (name, a), b in zip(modules[rank].named_parameters(), reference[rank].parameters(), strict=True):
-            check(f"gradient of {name} in step {number}", a.grad, b.grad)
+        for piece, module in held:
+            for (parameter, a), b in zip(module.named_parameters(), reference[piece].parameters(), strict=True):
+                check(f"gradient of {parameter} of stage {piece} in step {number}", a.grad, b.grad)
         if mine is not None:
             mine.step()
             mine.zero_grad()
-        for other in theirs:
-            if other is not None:
-                other.step()
-                other.zero_grad()
+        if theirs is not None:
+            theirs.step()
+            theirs.zero_grad()
         evaluated = schedule.eval(batches[3][0])
-        if rank == size - 1:
+        if has_last:
             with torch.no_grad():
                 check(f"output of eval {number}", evaluated, unpipelined(reference, batches[3][0]))
-        if any(parameter.grad is not None for parameter in modules[rank].parameters()):
+        if any(parameter.grad is not None for _, module in held for parameter in module.parameters()):
             differences.append("eval() touched a gradient")
-    for (name, a), b in zip(modules[rank].state_dict().items(), reference[rank].state_dict().values(), strict=True):
-        check(f"{name} after three steps", a, b)
+    for piece, module in held:
+        for (entry, a), b in zip(module.state_dict().items(), reference[piece].state_dict().values(), strict=True):
+            check(f"{entry} of stage {piece} after three steps", a, b)
     schedule.close()
     return differences
 
