@@ -2,32 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import enum
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-__all__ = ["drop_saved", "packed", "packed_by_checkpoint", "saved_by", "saves"]
+__all__ = ["Packed", "drop_saved", "packed", "saves"]
 
 # Whether this torch can say that hooks packed a saved tensor.
 _sees_packing = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
 
 
-def saves(node: Any) -> bool:
-    """Whether nodes of its kind may save tensors."""
-    return bool(_names(type(node)))
+class Packed(enum.Enum):
+    """What hooks did to what a node saved (torch.autograd.graph.saved_tensors_hooks)."""
+
+    NO = enum.auto()
+    BY_CHECKPOINT = enum.auto()
+    MAYBE = enum.auto()
 
 
-def saved_by(node: Any) -> Iterator[Any]:
-    """What a node saved (torch's SavedTensor)."""
+def saves(kind: type) -> bool:
+    """Whether nodes of this class may save tensors."""
+    return bool(_names(kind))
+
+
+def packed(node: Any) -> Packed:
+    """Whether hooks packed what a node saved. `MAYBE` if not by a checkpoint, or if this torch cannot tell."""
+    if not _sees_packing:
+        return Packed.MAYBE
+    for saved in _saved_by(node):
+        hook = saved.unpack_hook
+        if hook is not None:
+            by_checkpoint = getattr(hook, "__module__", None) == "torch.utils.checkpoint"
+            return Packed.BY_CHECKPOINT if by_checkpoint else Packed.MAYBE
+    return Packed.NO
+
+
+def _saved_by(node: Any) -> list[Any]:
+    found: list[Any] = []
     for name in _names(type(node)):
         saved = getattr(node, name)
         if isinstance(saved, tuple):
-            yield from saved
+            found += saved
         else:
-            yield saved
+            found.append(saved)
+    return found
 
 
 def _names(kind: type) -> list[str]:
@@ -40,23 +61,13 @@ def _names(kind: type) -> list[str]:
 _names_by_kind: dict[type, list[str]] = {}
 
 
-def packed(saved: Any) -> bool:
-    """Whether hooks may have packed it (torch.autograd.graph.saved_tensors_hooks)."""
-    return not _sees_packing or saved.unpack_hook is not None
-
-
-def packed_by_checkpoint(saved: Any) -> bool:
-    """Whether activation checkpointing is known to have packed it: it will be recomputed."""
-    return _sees_packing and getattr(saved.unpack_hook, "__module__", None) == "torch.utils.checkpoint"
-
-
 def drop_saved(node: Any) -> None:
     """Frees what a node saved. Others in the graph may keep the node itself.
 
     torch frees what is saved after a backward through the whole graph, or with the graph. But packing hooks may be
     registered for what was saved, and pack it into nothing.
     """
-    for saved in saved_by(node):
+    for saved in _saved_by(node):
         try:
             saved.register_hooks(_forget, _forgotten)
         except RuntimeError:  # there was nothing, or somebody else's hooks hold it

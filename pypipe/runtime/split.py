@@ -8,7 +8,7 @@ as in any backward. So every gradient is computed once, hooks run once, and what
 torch.distributed.pipelining's `_backward.py` starts engine runs at the nodes instead: there hooks run twice, a weight
 that is used twice has the chain between its uses run again, `.grad` is set past DDP's hooks, and all that the graph
 saved stays till W. Here a node is called inside a run whose only purpose is to tell it which of its edges count
-(`_call_for_weights`), and what the chain saved is dropped at the end of I.
+(`_WeightCaller`), and what the chain saved is dropped at the end of I.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from pypipe.runtime.backward import as_recorded, gradient_edge, run_backward
-from pypipe.runtime.saved import drop_saved, saves
+from pypipe.runtime.saved import drop_saved
 from pypipe.runtime.split_plan import Node, SplitPlan, WeightEdge, plan_split
 
 __all__ = ["SplitBackward", "WeightWork"]
@@ -53,8 +53,9 @@ class WeightWork:
     received: these can be given back after `run()`.
     """
 
-    def __init__(self, groups: list[_Group]) -> None:
+    def __init__(self, groups: list[_Group], caller: _WeightCaller) -> None:
         self._groups = groups
+        self._caller = caller
 
     def run(self) -> None:
         """Computes the weights' gradients, adds them to `.grad`, and lets go of everything."""
@@ -71,7 +72,7 @@ class WeightWork:
             owners = [node for node, _, _ in calls]  # in Python, nothing else keeps a custom Function's node
             del batch
             if calls:
-                _call_for_weights(calls, roots, gradients)
+                self._caller.run(calls, roots, gradients)
             if roots:
                 run_backward(roots, gradients)
             del owners
@@ -86,6 +87,7 @@ class SplitBackward:
 
     def __init__(self, where: str) -> None:
         self._where = where
+        self._caller = _WeightCaller()
         self._warned = False
         self._unsplittable: str | None = None
         self._trusted: set[type] = set()  # Functions that have run in I
@@ -109,10 +111,10 @@ class SplitBackward:
         if plan.whole:
             run_backward(roots, gradients)
             return None
-        groups = {group: _Group(plan.group_bytes[group]) for group in dict.fromkeys(plan.groups.values())}
+        groups = {group: _Group(plan.group_bytes[group]) for group in plan.group_bytes}
         now: list[tuple[GradientEdge, Tensor]] = []
         for edge, gradient in zip(edges, gradients, strict=True):
-            group = plan.groups.get(edge.node)
+            group = plan.late.get(edge.node)
             if group is None:
                 now.append((edge, gradient))
             else:
@@ -137,9 +139,9 @@ class SplitBackward:
             self._trusted |= plan.functions
             before.separate(gradient for _, arrived in captured for gradient in arrived)
             for node, arrived in captured:
-                found = plan.weight_edges[node]
-                groups[plan.groups[found[0][1]]].calls.append((node, arrived, found))
-        return WeightWork([group for group in groups.values() if group.calls or group.roots])
+                group, found = plan.weight_edges[node]
+                groups[group].calls.append((node, arrived, found))
+        return WeightWork([group for group in groups.values() if group.calls or group.roots], self._caller)
 
     def _run_chain(
         self, plan: SplitPlan, roots: list[tuple[GradientEdge, Tensor]], *, drop_at_once: bool
@@ -147,7 +149,7 @@ class SplitBackward:
         """Runs the chain; returns the gradients that arrived at nodes with weights, in the order of execution."""
         captured: list[_Arrival] = []
         made: set[int] = set()
-        spent = {node: None for node in plan.spent if saves(node)}
+        spent = dict.fromkeys(plan.spent)
 
         def capture(node: Node, gradients: tuple[Tensor | None, ...]) -> None:
             made.add(torch._C._autograd._get_sequence_nr())  # how many nodes this thread has made
@@ -210,19 +212,27 @@ class _Accumulated:
                     leaf.grad = leaf.grad.clone()
 
 
-def _call_for_weights(calls: list[_Call], roots: list[GradientEdge], gradients: list[Tensor]) -> None:
-    """Calls nodes for the gradients of their weight edges alone; appends these edges and gradients.
+class _WeightCaller:
+    """Calls nodes for the gradients of their weight edges alone.
 
-    A node asks the engine's current run which of its edges are wanted. So this is a run that ends at the weight edges
+    A node asks the engine's current run which of its edges are wanted. So this is a run that ends at the weight edges,
     and in which nothing executes but one function, which calls the nodes.
     """
-    anchor = torch.zeros((), requires_grad=True)
-    with torch.enable_grad():
-        root = _Inside.apply(anchor, partial(_call, calls, roots, gradients))  # type: ignore[no-untyped-call]
-    ends = [GradientEdge(child, output) for _, _, found in calls for _, child, output in found]
-    device = next(gradient.device.type for _, arrived, _ in calls for gradient in arrived if gradient is not None)
-    with as_recorded(device):
-        run_backward([root], [torch.zeros(())], ends=[anchor, *ends])
+
+    def __init__(self) -> None:
+        self._pending: list[Callable[[], None]] = []
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._zero = torch.zeros(())
+        with torch.enable_grad():
+            self._root = _Inside.apply(self._anchor, self._pending)  # type: ignore[no-untyped-call]
+
+    def run(self, calls: list[_Call], roots: list[GradientEdge], gradients: list[Tensor]) -> None:
+        """Appends the weight edges and their gradients to `roots` and `gradients`."""
+        device = next(gradient.device.type for _, arrived, _ in calls for gradient in arrived if gradient is not None)
+        ends = [self._anchor, *(GradientEdge(child, output) for _, _, found in calls for _, child, output in found)]
+        self._pending.append(partial(_call, calls, roots, gradients))
+        with as_recorded(device):
+            run_backward((self._root,), (self._zero,), ends=ends, keep_graph=True)
 
 
 def _call(calls: list[_Call], roots: list[GradientEdge], gradients: list[Tensor]) -> None:
@@ -241,14 +251,14 @@ def _call(calls: list[_Call], roots: list[GradientEdge], gradients: list[Tensor]
 
 
 class _Inside(torch.autograd.Function):
-    """Calls a function in its backward."""
+    """Calls what is pending in its backward."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, call: Callable[[], None]) -> Tensor:
-        ctx.call = call
+    def forward(ctx: Any, anchor: Tensor, pending: list[Callable[[], None]]) -> Tensor:
+        ctx.pending = pending
         return anchor.view_as(anchor)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> tuple[None, None]:
-        ctx.call()
+        ctx.pending.pop()()
         return None, None

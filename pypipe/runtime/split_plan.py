@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
-from pypipe.runtime.saved import packed, packed_by_checkpoint, saved_by
+from pypipe.runtime.saved import Packed, packed, saves
 
 __all__ = ["Node", "SplitPlan", "WeightEdge", "plan_split"]
 
@@ -61,10 +61,11 @@ class SplitPlan:
         whole: whether nothing can be left to W, so that a full backward it must be.
         ends: edges at which I's run ends: the inputs, the early weights, and the chain's last nodes.
         early: the leaves whose gradients are accumulated in I.
-        weight_edges: for each chain node that has work in W, its weight edges.
-        spent: nodes that have nothing left to do after I.
-        groups: for each node behind a weight edge or root, the group it is in. Groups share no node and no leaf.
-        group_bytes: for each group, the bytes of its weights.
+        weight_edges: for each chain node that has work in W, its weight edges, and the group of what is behind them.
+            Groups share no node and no leaf.
+        spent: nodes that may have saved something, and have nothing left to do after I.
+        late: the groups of nodes of W.
+        group_bytes: for each group of W, the bytes of its weights.
         functions: the kinds of the chain's nodes that are not torch's own operations.
         packed: whether W may meet saved tensors that hooks packed.
     """
@@ -73,9 +74,9 @@ class SplitPlan:
     whole: bool
     ends: list[GradientEdge]
     early: list[Tensor]
-    weight_edges: dict[Node, list[WeightEdge]]
+    weight_edges: dict[Node, tuple[Node, list[WeightEdge]]]
     spent: list[Node]
-    groups: dict[Node, Node]
+    late: dict[Node, Node]
     group_bytes: dict[Node, int]
     functions: set[type]
     packed: bool
@@ -84,86 +85,123 @@ class SplitPlan:
 def plan_split(roots: Iterable[Node], inputs: Iterable[Tensor]) -> SplitPlan:
     """Divides the graph below `roots` (nodes). `inputs` are the stage's inputs, leaves of the graph."""
     edges = _children_first(roots)
-    leaves = {node: node.variable for node in edges if type(node).__name__ == "AccumulateGrad"}
+    kinds = {node: _kinds.get(type(node)) or _kind(type(node)) for node in edges}
+    leaves = {node: node.variable for node, kind in kinds.items() if kind.leaf}
     wanted = {id(tensor) for tensor in inputs}
     targets = [node for node, leaf in leaves.items() if id(leaf) in wanted]
-    chain = _leading_to(targets, edges) if targets else _depending_on_data(edges, leaves)
+    chain = _leading_to(targets, edges) if targets else _depending_on_data(edges, kinds)
 
-    groups = _Groups()
-    for node, next_edges in edges.items():
-        if node in leaves:
-            groups.add(node)
-        if node not in chain:
-            groups.join(node, [child for child, _ in next_edges])
-    weight_edges: dict[Node, list[WeightEdge]] = {}
+    groups: dict[Node, Node] = {}  # of nodes outside the chain: a tree to each group's root (union-find)
+    found: dict[Node, list[WeightEdge]] = {}
     reasons: dict[Node, str] = {}
-    refusals = []
-    for node in chain:
-        if type(node).__name__ in _WHOLE:
-            refusals.append(_WHOLE[type(node).__name__])
-        found = [
-            (position, child, output)
-            for position, (child, output) in enumerate(edges[node])
-            if child is not None and child not in chain and child in groups
-        ]
-        if found:
-            weight_edges[node] = found
-            groups.merge([child for _, child, _ in found])
-            if reason := _joint(node):
-                reasons[node] = reason
+    hooked = False
+    for node, next_edges in edges.items():
+        kind = kinds[node]
+        if kind.leaf:
+            if node not in chain:
+                groups[node] = node
+        elif node not in chain:
+            known = [child for child, _ in next_edges if child in groups]
+            if known:  # what leads to no leaf is in no group
+                groups[node] = _merged(groups, known)
+        else:
+            if kind.whole is not None:
+                reasons[node] = kind.whole
+            behind = [(i, child, output) for i, (child, output) in enumerate(next_edges) if child in groups]
+            if behind:
+                found[node] = behind
+                _merged(groups, [child for _, child, _ in behind])
+                packing = packed(node)
+                hooked |= packing is not Packed.NO
+                reason = kind.joint if packing is not Packed.BY_CHECKPOINT else "a checkpoint recomputes once only"
+                if reason is not None:
+                    reasons.setdefault(node, reason)
 
-    early = {groups.of(weight_edges[node][0][1]) for node in reasons}
-    weight_edges = {node: found for node, found in weight_edges.items() if groups.of(found[0][1]) not in early}
-    behind = {node: groups.of(node) for node in edges if node not in chain and node in groups}
+    early = {_group(groups, found[node][0][1]) for node in reasons if node in found}
+    weight_edges = {}
+    for node, behind in found.items():
+        group = _group(groups, behind[0][1])
+        if group not in early:
+            weight_edges[node] = (group, behind)
+    late: dict[Node, Node] = {}
     sizes: dict[Node, int] = {}
-    for node, leaf in leaves.items():
-        if node in behind:
-            sizes[behind[node]] = sizes.get(behind[node], 0) + leaf.numel() * leaf.element_size()
-    early_leaves = [node for node in leaves if behind.get(node) in early]
+    early_leaves = []
+    for node in groups:
+        group = _group(groups, node)
+        if group not in early:
+            late[node] = group
+            if kinds[node].leaf:
+                sizes[group] = sizes.get(group, 0) + leaves[node].numel() * leaves[node].element_size()
+        elif kinds[node].leaf:
+            early_leaves.append(node)
     last = [node for node in weight_edges if not any(child in chain for child, _ in edges[node])]
     return SplitPlan(
-        reasons=list(dict.fromkeys([*refusals, *reasons.values()])),
-        whole=bool(refusals) or not any(group not in early for group in behind.values()),
+        reasons=list(dict.fromkeys(reasons.values())),
+        whole=not sizes or any(kinds[node].whole is not None for node in reasons),
         ends=[GradientEdge(node, 0) for node in (*targets, *early_leaves, *last)],
         early=[leaves[node] for node in early_leaves],
         weight_edges=weight_edges,
-        spent=[n for n in edges if (n in chain and n not in weight_edges) or behind.get(n) in early],
-        groups={node: group for node, group in behind.items() if group not in early},
+        spent=[node for node, kind in kinds.items() if kind.saves and node not in weight_edges and node not in late],
+        late=late,
         group_bytes=sizes,
-        functions={type(node) for node in chain if node not in leaves and _operation(node) is None},
-        packed=any(packed(saved) for node in weight_edges for saved in saved_by(node)),
+        functions={type(node) for node, kind in kinds.items() if kind.function and node in chain},
+        packed=hooked,
     )
 
 
-class _Groups:
-    """Nodes outside the chain, joined where they share a leaf or a chain node (union-find)."""
+@dataclass(slots=True)
+class _Kind:
+    """What a node's class tells.
 
-    def __init__(self) -> None:
-        self._parents: dict[Node, Node] = {}
+    Attributes:
+        leaf: whether such a node adds to a leaf's `.grad`.
+        operation: which of torch's operations it is, or None.
+        joint: why it cannot compute the gradients of its weights apart, or None.
+        whole: why it can be run by full backwards only, or None.
+        saves: whether it may save tensors.
+    """
 
-    def __contains__(self, node: Node) -> bool:
-        return node in self._parents
+    leaf: bool
+    operation: str | None
+    joint: str | None
+    whole: str | None
+    saves: bool
 
-    def add(self, node: Node) -> None:
-        self._parents[node] = node
+    @property
+    def function(self) -> bool:
+        return self.operation is None and not self.leaf
 
-    def of(self, node: Node) -> Node:
-        parents = self._parents
-        while (parent := parents[node]) is not node:
-            parents[node] = node = parents[parent]
-        return node
 
-    def merge(self, nodes: list[Node]) -> None:
-        first = self.of(nodes[0])
-        for node in nodes[1:]:
-            self._parents[self.of(node)] = first
+_kinds: dict[type, _Kind] = {}
 
-    def join(self, node: Node, nodes: list[Node]) -> None:
-        """Puts a node where those are that it leads to; one that leads to no leaf is in no group."""
-        known = [other for other in nodes if other in self._parents]
-        if known:
-            self.merge(known)
-            self._parents[node] = self.of(known[0])
+
+def _kind(kind: type) -> _Kind:
+    match = _OPERATION.fullmatch(kind.__name__)
+    operation = match[1] if match and not issubclass(kind, BackwardCFunction) else None
+    joint = None
+    if operation is None or operation in _JOINT:
+        joint = f"{operation or kind.__name__.removesuffix('Backward')} computes all its gradients at once"
+    made = _kinds[kind] = _Kind(
+        leaf=kind.__name__ == "AccumulateGrad",
+        operation=operation,
+        joint=joint,
+        whole=_WHOLE.get(kind.__name__),
+        saves=saves(kind),
+    )
+    return made
+
+
+def _group(groups: dict[Node, Node], node: Node) -> Node:
+    while (parent := groups[node]) is not node:
+        groups[node] = node = groups[parent]
+    return node
+
+
+def _merged(groups: dict[Node, Node], nodes: list[Node]) -> Node:
+    first = _group(groups, nodes[0])
+    for node in nodes[1:]:
+        groups[_group(groups, node)] = first
+    return first
 
 
 def _children_first(roots: Iterable[Node]) -> dict[Node, Any]:
@@ -187,51 +225,34 @@ def _children_first(roots: Iterable[Node]) -> dict[Node, Any]:
 def _leading_to(targets: list[Node], edges: dict[Node, Any]) -> set[Node]:
     chain = set(targets)
     for node, next_edges in edges.items():
-        if any(child in chain for child, _ in next_edges):
-            chain.add(node)
+        for child, _ in next_edges:
+            if child in chain:
+                chain.add(node)
+                break
     return chain
 
 
-def _depending_on_data(edges: dict[Node, Any], leaves: dict[Node, Tensor]) -> set[Node]:
+def _depending_on_data(edges: dict[Node, Any], kinds: dict[Node, _Kind]) -> set[Node]:
     """Nodes that are no function of leaves alone, as far as a graph tells: data that needs no gradient has no node.
 
     A wrong guess moves work from one half to the other, and harms no gradient.
     """
     chain: set[Node] = set()
     for node, next_edges in edges.items():
-        if node in leaves:
+        if kinds[node].leaf:
             continue
-        operation = _operation(node)
+        operation = kinds[node].operation
+        children = [child for child, _ in next_edges]
         if (
-            any(child in chain for child, _ in next_edges)
-            or operation in _LOOKUPS
-            or (any(child is None for child, _ in next_edges) and not _keeps_shape(node, operation, next_edges))
+            operation in _LOOKUPS
+            or any(child in chain for child in children)
+            or (None in children and not (operation in _ELEMENTWISE and _keeps_shape(node, next_edges)))
         ):
             chain.add(node)
     return chain
 
 
-def _keeps_shape(node: Node, operation: str | None, next_edges: Any) -> bool:
-    """Whether it is a weight's arithmetic with a constant."""
-    if operation not in _ELEMENTWISE:
-        return False
+def _keeps_shape(node: Node, next_edges: Any) -> bool:
+    """Whether an elementwise operation only changes a weight's values: it computes with a constant."""
     shape = node._input_metadata[0].shape
-    return any(child is not None and child._input_metadata[nr].shape == shape for child, nr in next_edges)
-
-
-def _operation(node: Node) -> str | None:
-    match = _OPERATION.fullmatch(type(node).__name__)
-    return match[1] if match and not isinstance(node, BackwardCFunction) else None
-
-
-def _joint(node: Node) -> str | None:
-    """Why a node cannot compute the gradients of its weights apart, or None."""
-    operation = _operation(node)
-    if operation is None:
-        name = type(node).__name__.removesuffix("Backward")
-        return f"{name} computes all its gradients at once"
-    if operation in _JOINT:
-        return f"{operation} computes all its gradients at once"
-    if any(packed_by_checkpoint(saved) for saved in saved_by(node)):
-        return "what activation checkpointing recomputes can be had once only"
-    return None
+    return any(child is not None and child._input_metadata[output].shape == shape for child, output in next_edges)
