@@ -94,7 +94,7 @@ def plan_split(roots: Iterable[Node], inputs: Iterable[Tensor]) -> SplitPlan:
     groups: dict[Node, Node] = {}  # of nodes outside the chain: a tree to each group's root (union-find)
     found: dict[Node, list[WeightEdge]] = {}
     reasons: dict[Node, str] = {}
-    hooked = False
+    hooked = []
     for node, next_edges in edges.items():
         kind = kinds[node]
         if kind.leaf:
@@ -112,7 +112,8 @@ def plan_split(roots: Iterable[Node], inputs: Iterable[Tensor]) -> SplitPlan:
                 found[node] = behind
                 _merged(groups, [child for _, child, _ in behind])
                 packing = packed(node)
-                hooked |= packing is not Packed.NO
+                if packing is not Packed.NO:
+                    hooked.append(node)
                 reason = kind.joint if packing is not Packed.BY_CHECKPOINT else "a checkpoint recomputes once only"
                 if reason is not None:
                     reasons.setdefault(node, reason)
@@ -145,7 +146,7 @@ def plan_split(roots: Iterable[Node], inputs: Iterable[Tensor]) -> SplitPlan:
         late=late,
         group_bytes=sizes,
         functions={type(node) for node, kind in kinds.items() if kind.function and node in chain},
-        packed=hooked,
+        packed=any(node in weight_edges for node in hooked),
     )
 
 

@@ -1,0 +1,116 @@
+"""What is alive between I and W, and after W."""
+
+import pytest
+import torch
+from split_cases import Block
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pypipe.runtime.backward import gradient_edge, run_backward
+from pypipe.runtime.split import SplitBackward
+
+ROWS, WIDTH = 512, 16
+UNIT = ROWS * WIDTH * 8  # one activation
+
+
+class Live(TorchDispatchMode):
+    """Bytes of what operations made, other than of the size of weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages = {}
+        self.peak = 0
+
+    def now(self):
+        self.storages = {key: found for key, found in self.storages.items() if not found[0].expired()}
+        return sum(size for _, size in self.storages.values())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes() >= UNIT // 2:
+                storage = tensor.untyped_storage()
+                self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.peak = max(self.peak, self.now())
+        return out
+
+
+class Layer(nn.Module):
+    """Saves the linear's input, and the outputs of tanh and sigmoid, which no weight needs; returns their product."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y.tanh() * y.sigmoid()
+
+
+def measured(module, split):
+    """Bytes alive after F, after I (or B), and after W; the most during I (or B). The input is not counted."""
+    x = torch.randn(8, ROWS // 8, WIDTH, dtype=torch.float64, requires_grad=True)
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    live = Live()
+    with live:
+        y = module(x)
+        roots, gradients = [gradient_edge(y)], [torch.ones_like(y)]
+        del y
+        live.storages.pop(x.untyped_storage()._cdata, None)
+        after_forward, live.peak = live.now(), 0
+        if split:
+            work = SplitBackward("stage 0").begin(roots, gradients, [x])
+        else:
+            run_backward(roots, gradients)
+        del roots, gradients
+        x.grad = None
+        live.storages.pop(x.untyped_storage()._cdata, None)
+        after_input, peak = live.now(), live.peak
+        if split:
+            work.run()
+            live.storages.pop(x.untyped_storage()._cdata, None)
+    return after_forward, after_input, live.now(), peak
+
+
+def test_what_waits_is_what_weights_need():
+    layers = 5
+    module = nn.Sequential(*(Layer() for _ in range(layers))).double()
+    forward, waiting, after, peak = measured(module, split=True)
+    # F: tanh, sigmoid, and but for the last, their product, which is the next one's input; the root's gradient.
+    assert forward == (3 * layers - 1 + 1) * UNIT
+    # W needs each linear's input, of which the first is not counted, and the gradient of its output.
+    assert waiting == (2 * layers - 1) * UNIT
+    assert after == 0
+    _, none, _, full_peak = measured(module, split=False)
+    assert none == 0
+    # I frees as it goes, as a full backward does.
+    assert peak <= full_peak + UNIT
+
+
+@pytest.mark.parametrize("name", ["transformer", "images"])
+def test_nothing_is_left(name):
+    if name == "transformer":
+        module = Block(WIDTH)
+    else:
+        module = nn.Sequential(nn.Unflatten(1, (1, -1)), nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+    module = module.double()
+    forward, waiting, after, peak = measured(module, split=True)
+    assert 0 < waiting <= forward + UNIT
+    assert after == 0
+    assert peak <= measured(module, split=False)[3] + waiting // 2
+
+
+def test_outputs_that_somebody_keeps_do_not_keep_the_graph():
+    module = nn.Sequential(*(Layer() for _ in range(3))).double()
+    x = torch.randn(ROWS, WIDTH, dtype=torch.float64, requires_grad=True)
+    live = Live()
+    with live:
+        y = module(x)
+        work = SplitBackward("stage 0").begin([y], [torch.ones_like(y)], [x])
+        work.run()
+        live.storages.pop(x.untyped_storage()._cdata, None)
+    assert live.now() == 2 * UNIT  # y and x.grad
+    del y
