@@ -21,7 +21,20 @@ if TYPE_CHECKING:
     from pypipe.program import ProgramError
     from pypipe.runtime.microbatches import Reduce, Replicate, TensorChunkSpec
     from pypipe.schedule import Schedule
-    from pypipe.schedules import Schedule1F1B, ScheduleGPipe
+    from pypipe.schedules import (
+        Schedule1F1B,
+        ScheduleDualPipe,
+        ScheduleDualPipeV,
+        ScheduleGPipe,
+        ScheduleInterleaved1F1B,
+        ScheduleInterleavedZeroBubble,
+        ScheduleLoopedBFS,
+        ScheduleVHalf,
+        ScheduleVMin,
+        ScheduleZBH1,
+        ScheduleZBH2,
+        ScheduleZBVZeroBubble,
+    )
     from pypipe.stage import PipelineStage
 
 __version__ = _version("pypipe")
@@ -41,7 +54,17 @@ __all__ = [
     "Replicate",
     "Schedule",
     "Schedule1F1B",
+    "ScheduleDualPipe",
+    "ScheduleDualPipeV",
     "ScheduleGPipe",
+    "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleLoopedBFS",
+    "ScheduleVHalf",
+    "ScheduleVMin",
+    "ScheduleZBH1",
+    "ScheduleZBH2",
+    "ScheduleZBVZeroBubble",
     "TensorChunkSpec",
     "__version__",
 ]
@@ -54,7 +77,17 @@ _HOMES = {
     "Replicate": "pypipe.runtime.microbatches",
     "Schedule": "pypipe.schedule",
     "Schedule1F1B": "pypipe.schedules",
+    "ScheduleDualPipe": "pypipe.schedules",
+    "ScheduleDualPipeV": "pypipe.schedules",
     "ScheduleGPipe": "pypipe.schedules",
+    "ScheduleInterleaved1F1B": "pypipe.schedules",
+    "ScheduleInterleavedZeroBubble": "pypipe.schedules",
+    "ScheduleLoopedBFS": "pypipe.schedules",
+    "ScheduleVHalf": "pypipe.schedules",
+    "ScheduleVMin": "pypipe.schedules",
+    "ScheduleZBH1": "pypipe.schedules",
+    "ScheduleZBH2": "pypipe.schedules",
+    "ScheduleZBVZeroBubble": "pypipe.schedules",
     "TensorChunkSpec": "pypipe.runtime.microbatches",
 }
 

@@ -1,6 +1,8 @@
 """The schedules of the field, each a class of its own; names and arguments are those of torch.distributed.pipelining.
 
-What they run is in pypipe.program, as data. `Schedule` runs any program.
+What they run is in pypipe.program, as data, and what is said here of bubbles holds for equal times of all stages.
+T_F, T_B, T_W: a rank's share of one microbatch's forward, input-gradient and weight-gradient. `Schedule` runs any
+program.
 """
 
 from __future__ import annotations
@@ -12,11 +14,25 @@ from typing import Any
 from pypipe.schedule import Schedule
 from pypipe.stage import PipelineStage
 
-__all__ = ["Schedule", "Schedule1F1B", "ScheduleGPipe"]
+__all__ = [
+    "Schedule",
+    "Schedule1F1B",
+    "ScheduleDualPipe",
+    "ScheduleDualPipeV",
+    "ScheduleGPipe",
+    "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleLoopedBFS",
+    "ScheduleVHalf",
+    "ScheduleVMin",
+    "ScheduleZBH1",
+    "ScheduleZBH2",
+    "ScheduleZBVZeroBubble",
+]
 
 
 class _Single(Schedule):
-    """What the schedules of one stage per rank take."""
+    """What the schedules of one stage per rank take: that stage, or a list of it; the rest as `Schedule` does."""
 
     _name: str
 
@@ -32,17 +48,35 @@ class _Single(Schedule):
         *,
         timeout: float | datetime.timedelta = 600.0,
     ) -> None:
-        super().__init__(
-            self._name,
-            stage,
-            n_microbatches,
-            loss_fn,
-            args_chunk_spec,
-            kwargs_chunk_spec,
-            output_merge_spec,
-            scale_grads,
-            timeout=timeout,
-        )
+        specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
+        super().__init__(self._name, stage, n_microbatches, loss_fn, *specs, scale_grads, timeout=timeout)
+
+
+class _Multi(Schedule):
+    """What the schedules of several stages per rank take: a list of these; the rest as `Schedule` does.
+
+    `backward_requires_autograd` and `defer_pp_recv` are taken for compatibility with torch.distributed.pipelining and
+    not needed: receives never hold up what comes before them.
+    """
+
+    _name: str
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage] | PipelineStage,
+        n_microbatches: int,
+        loss_fn: Callable[..., Any] | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
+        *,
+        timeout: float | datetime.timedelta = 600.0,
+    ) -> None:
+        specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
+        super().__init__(self._name, stages, n_microbatches, loss_fn, *specs, scale_grads, timeout=timeout)
 
 
 class ScheduleGPipe(_Single):
@@ -61,3 +95,124 @@ class Schedule1F1B(_Single):
     """
 
     _name = "1f1b"
+
+
+class ScheduleZBH1(_Single):
+    """1F1B whose backwards are split, weight gradients where 1F1B has its bubbles (arXiv 2401.10241, section 2.2).
+
+    As much memory as 1F1B; the bubble is (P - 1)(T_F + T_B - T_W).
+    """
+
+    _name = "zb_h1"
+
+
+class ScheduleZBH2(_Single):
+    """As ZB-H1, with more forwards ahead of the first backward (arXiv 2401.10241, section 2.2).
+
+    Up to 2P - 1 microbatches' activations on a rank; the bubble is (P - 1)(T_F + T_B - 2 T_W).
+    """
+
+    _name = "zb_h2"
+
+
+class ScheduleInterleaved1F1B(_Multi):
+    """1F1B of v stages on each rank: stage s on rank s mod P (Megatron-LM, arXiv 2104.04473, section 2.2.2).
+
+    Takes any M. The bubble is 1F1B's divided by v.
+    """
+
+    _name = "interleaved"
+
+
+class ScheduleInterleavedZeroBubble(_Multi):
+    """Interleaved 1F1B whose backwards are split; stage s on rank s mod P (arXiv 2401.10241)."""
+
+    _name = "interleaved_zb"
+
+
+class ScheduleLoopedBFS(_Multi):
+    """All microbatches through a stage before the rank's next stage (arXiv 2211.05953); stage s on rank s mod P.
+
+    A rank keeps the activations of all M microbatches; the bubble is that of interleaved 1F1B.
+    """
+
+    _name = "looped_bfs"
+
+    # torch's takes no chunk specs, so that positions mean something else.
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage] | PipelineStage,
+        n_microbatches: int,
+        loss_fn: Callable[..., Any] | None = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
+        *,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        timeout: float | datetime.timedelta = 600.0,
+    ) -> None:
+        specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
+        super().__init__(stages, n_microbatches, loss_fn, *specs, scale_grads, timeout=timeout)
+
+
+class ScheduleZBVZeroBubble(_Multi):
+    """ZB-V: two stages on each rank, in a V: rank r holds the stages r and 2P - 1 - r (arXiv 2401.10241, section 6).
+
+    As much memory as 1F1B, and no bubble where T_F = T_B = T_W.
+    """
+
+    _name = "zbv"
+
+
+class ScheduleVHalf(_Multi):
+    """V-Half: ZB-V's placement with about half of 1F1B's activations (arXiv 2405.15362)."""
+
+    _name = "v_half"
+
+
+class ScheduleVMin(_Multi):
+    """V-Min: ZB-V's placement with about a third of 1F1B's activations (arXiv 2405.15362)."""
+
+    _name = "v_min"
+
+
+class ScheduleDualPipeV(_Multi):
+    """DualPipe cut in half: two stages on each rank, in a V: rank r holds the stages r and 2P - 1 - r.
+
+    A forward of one arm of the V stands beside a backward of the other, so that transfers hide behind compute
+    (DeepSeek-V3, arXiv 2412.19437, section 3.2.1; github.com/deepseek-ai/DualPipe).
+    """
+
+    _name = "dualpipev"
+
+
+class ScheduleDualPipe(_Multi):
+    """DualPipe: microbatches pass the ranks in both directions, through two copies of the model (arXiv 2412.19437).
+
+    Rank r of P is given two stages: `PipelineStage(module, r, P)`, then `PipelineStage(module, P - 1 - r, P)`, the
+    second copy's. Both copies of a stage begin with the same parameters, and the same optimizer keeps them the same: at
+    the end of step() their gradients of this step are added up, and each copy's `.grad` gets the sum.
+
+    Every rank passes the whole batch, or the first and the last rank do: the first half of the microbatches enters at
+    rank 0, the second at rank P - 1, and `target` is used at both. Both get the losses and the outputs of the whole
+    batch, in order; with return_outputs=False no outputs go from one to the other. Buffers (batch norm's statistics)
+    are each copy's own.
+    """
+
+    _name = "dualpipe"
+
+
+def _complete_docstrings() -> None:
+    """Each class shows the arguments, whose text `Schedule` has."""
+    text = Schedule.__doc__ or ""
+    arguments = text[text.index("        stages:") : text.index("        options:")]
+    raises = text[text.index("    Raises:") :]
+    for name in __all__:
+        schedule = globals()[name]
+        if schedule is not Schedule:
+            schedule.__doc__ = f"{schedule.__doc__}\n    Args:\n{arguments}\n{raises}"
+
+
+_complete_docstrings()

@@ -16,10 +16,10 @@ from pypipe.program import Program
 TOLERANCE = 1e-12
 
 # Where each schedule has the model's pieces: one on each rank, looped, in a V, or two copies in opposite directions.
-SINGLE = ["ScheduleGPipe", "Schedule1F1B"]
-LOOPED: list[str] = []
-V_SHAPED: list[str] = []
-BIDIRECTIONAL: list[str] = []
+SINGLE = ["ScheduleGPipe", "Schedule1F1B", "ScheduleZBH1", "ScheduleZBH2"]
+LOOPED = ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS"]
+V_SHAPED = ["ScheduleZBVZeroBubble", "ScheduleVHalf", "ScheduleVMin", "ScheduleDualPipeV"]
+BIDIRECTIONAL = ["ScheduleDualPipe"]
 
 
 class Pipelined(NamedTuple):
