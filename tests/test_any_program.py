@@ -2,9 +2,33 @@
 
 from __future__ import annotations
 
+import any_program_cases
 import pytest
 import transparency
 from rank_pool import RankPool
+
+NAMES = [
+    *transparency.SINGLE,
+    *(f"{name} v=2" for name in transparency.LOOPED),
+    *transparency.V_SHAPED,
+    *transparency.BIDIRECTIONAL,
+    *(f"random s=7 seed={seed}" for seed in range(4)),
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_received_messages_alive_at_most_are_as_many_as_the_verifier_says(ranks: RankPool, name: str) -> None:
+    for rank, seen in enumerate(ranks.run(4, any_program_cases.alive, name, 9)):
+        assert seen
+        for channel, (measured, verified, slots) in seen.items():
+            assert measured == verified, f"rank {rank}, {channel}: {measured} alive, but {verified} by the verifier"
+            assert slots <= verified + 1, f"rank {rank}, {channel}: {slots} slots"
+
+
+def test_stages_of_one_rank_free_what_they_hand_over_as_soon_as_autograd_lets_them(ranks: RankPool) -> None:
+    for split in (False, True):
+        (found,) = ranks.run(1, any_program_cases.handed_over, split)
+        assert not found, found
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

@@ -43,6 +43,15 @@ def test_every_schedule_trains_as_the_unpipelined_model(ranks: RankPool, schedul
     _check(ranks, size, cases)
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_dualpipe_trains_both_copies_as_the_unpipelined_model(ranks: RankPool, size: int) -> None:
+    cases = []
+    for n_microbatches in sorted({1, 2, 3, size, 2 * size, 2 * size + 1}):
+        rows = [2 * n_microbatches + 1, 2 * n_microbatches, n_microbatches][n_microbatches % 3]
+        cases.append(("ScheduleDualPipe", MODELS[(size // 2 + n_microbatches) % 4], n_microbatches, rows, True))
+    _check(ranks, size, [*cases, ("ScheduleDualPipe", "mlp", 5, 12, False)])
+
+
 @pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B", "ScheduleZBVZeroBubble"])
 @pytest.mark.parametrize("size", [1, 3])
 def test_without_scaling_gradients_are_plain_sums_over_microbatches(ranks: RankPool, schedule: str, size: int) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from pypipe.errors import ConfigurationError
 from pypipe.program import Program
+from pypipe.runtime.copies import compare_copies
 from pypipe.runtime.rendezvous import Card
 
 __all__ = ["comparison", "held_stages", "pieces"]
@@ -65,6 +66,14 @@ def comparison(program: Program | None, misfit: str | None) -> Callable[[Sequenc
         assert program is not None
         _require_equal(cards, "program", "give every rank the same program (the same options, the same file)")
         _require_placed(cards, program)
+        if len(program.chains) > 1:
+            compare_copies(
+                [
+                    (rank, piece, copy)
+                    for rank, card in enumerate(cards)
+                    for piece, copy in zip(card["stages"], card["copies"], strict=True)
+                ]
+            )
 
     return compare
 

@@ -100,6 +100,11 @@ class Batch:
         self._entrances.append(entrance)
         return entrance.leaf
 
+    @property
+    def rows(self) -> int:
+        """The batch's length, where the first stage is; 0: elsewhere, and where it has none."""
+        return self._shares[0].batch_rows if self._shares else 0
+
     def share(self, microbatch: int) -> Share:
         """On the first stage: this microbatch's rows."""
         return self._shares[microbatch]

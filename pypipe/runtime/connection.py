@@ -12,7 +12,7 @@ import torch
 
 from pypipe import _core
 from pypipe.errors import ConfigurationError
-from pypipe.program import Channel, Kind, Link
+from pypipe.program import Channel, Link
 from pypipe.runtime import environment, failure
 from pypipe.runtime.carriers import CHOICES, Carrier, carrier_of, make
 from pypipe.runtime.channels import ReceiveChannel, SendChannel
@@ -111,7 +111,7 @@ class Connection:
             on_it = {numbers[channel]: slots[channel] for channel, its_link in links.items() if its_link == link}
             carriers[way].open(number, link, on_it, sends=link.source_rank == me)
         for channel, link in links.items():
-            kind = ord("F" if channel.kind is Kind.F else "B")
+            kind = ord(channel.kind.label)
             carrier, number, count = carriers.get(ways[link]), numbers[channel], slots[channel]
             if me not in _ends(link) or carrier is None:
                 continue

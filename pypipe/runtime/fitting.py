@@ -97,6 +97,8 @@ def _build(name: str, n_ranks: int, num_stages: int, n_microbatches: int, option
 
 
 def _misfit(program: Program, num_stages: int) -> str | None:
+    if len(program.chains) > 2:
+        raise ValueError(f"{program.name} has {len(program.chains)} chains of stages: at most 2 can be run")
     n_ranks, length = program.n_ranks, len(program.chains[0].stages)
     if any(len(chain.stages) != length for chain in program.chains):
         lengths = " and ".join(str(len(chain.stages)) for chain in program.chains)

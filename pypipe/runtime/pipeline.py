@@ -16,6 +16,7 @@ from pypipe.runtime import agreement, failure
 from pypipe.runtime.batch import Batch, ChunkSpecs
 from pypipe.runtime.channels import ReceiveChannel, SendChannel
 from pypipe.runtime.connection import Connection
+from pypipe.runtime.copies import Copies, copy_channels, describe_copy
 from pypipe.runtime.execution import StageExecution
 from pypipe.runtime.executor import Executor
 from pypipe.runtime.fitting import Fitted
@@ -87,6 +88,7 @@ class _Running:
 
     connection: Connection
     stages: dict[int, StageExecution]  # by their number in the program
+    copies: Copies | None  # where there are two of the model
     executors: dict[bool, Executor] = field(default_factory=dict)  # by whether they train
 
 
@@ -122,7 +124,7 @@ class Pipeline:
         """Runs one batch; returns the merged outputs where this rank has them."""
         start = time.perf_counter()
         running = self._ready()
-        settings, executor = self._settings, running.executors[call.training]
+        settings, executor, copies = self._settings, running.executors[call.training], running.copies
         started = False
         self._busy = True
         try:
@@ -136,6 +138,8 @@ class Pipeline:
                 first=self._holds_first,
                 training=call.training,
             )
+            if copies is not None and call.training:
+                copies.begin()
             for stage in running.stages.values():
                 stage.begin(
                     batch,
@@ -153,8 +157,12 @@ class Pipeline:
                     executor.run()
             for stage in running.stages.values():
                 stage.end_step()
-            result = self._results(running, call)
+            result = self._results(running, call, batch.rows)
+            if copies is not None and call.training:
+                copies.finish()
         except BaseException as error:
+            if copies is not None:
+                copies.abandon()
             self._fail(error, running.connection, executor if started else None)
             raise
         finally:
@@ -165,7 +173,7 @@ class Pipeline:
         self.step_seconds = time.perf_counter() - start
         return result
 
-    def _results(self, running: _Running, call: Call) -> Any:
+    def _results(self, running: _Running, call: Call, rows: int) -> Any:
         if not self._holds_last:
             return None
         losses: dict[int, Any] = {}
@@ -173,6 +181,8 @@ class Pipeline:
         for stage in running.stages.values():
             losses |= stage.losses
             outputs |= stage.results
+        if running.copies is not None:
+            running.copies.share_results(losses, outputs, rows)
         if call.losses is not None:
             call.losses[:] = [losses[microbatch] for microbatch in sorted(losses)]
         if not call.return_outputs:
@@ -247,20 +257,24 @@ class Pipeline:
     def _connect(self) -> _Running:
         settings, program = self._settings, self._settings.program
         slots = self._slots()
+        pieces = [piece for piece, _ in settings.pieces]
+        card = {
+            **settings.card,
+            "stages": pieces,
+            "n_microbatches": settings.n_microbatches,
+            "program": program.digest() if program is not None else None,
+            "loss_fn": settings.loss is not None,
+            "scale_grads": settings.scale_grads,
+        }
+        if program is not None and len(program.chains) > 1:
+            card["copies"] = [describe_copy(module) for _, module in settings.pieces]
         links = {channel: program.link_of(channel) for channel in slots} if program is not None else {}
         connection = Connection(
             settings.world,
             settings.device,
             links,
             slots,
-            {
-                **settings.card,
-                "stages": [piece for piece, _ in settings.pieces],
-                "n_microbatches": settings.n_microbatches,
-                "program": program.digest() if program is not None else None,
-                "loss_fn": settings.loss is not None,
-                "scale_grads": settings.scale_grads,
-            },
+            card,
             agreement.comparison(program, settings.fitted.misfit),
             settings.timeout,
         )
@@ -268,7 +282,7 @@ class Pipeline:
         assert program is not None  # the comparison has seen to it
         assert forward_only is not None
         rank = settings.world.rank
-        held = agreement.held_stages(program, rank, [piece for piece, _ in settings.pieces])
+        held = agreement.held_stages(program, rank, pieces)
         local = _local_channels(program, rank)
         senders: dict[Channel, SendChannel | LocalChannel] = {**connection.senders, **local}
         receivers: dict[Channel, ReceiveChannel | LocalChannel] = {**connection.receivers, **local}
@@ -290,7 +304,11 @@ class Pipeline:
             )
         self._holds_first = any(program.previous_stage(stage) is None for stage in held)
         self._holds_last = any(program.next_stage(stage) is None for stage in held)
-        running = _Running(connection, stages)
+        copies = None
+        if len(program.chains) > 1:
+            modules = {stage: settings.pieces[position][1] for stage, position in held.items()}
+            copies = Copies(program, rank, modules, connection.senders, connection.receivers)
+        running = _Running(connection, stages, copies)
         running.executors[False] = Executor(forward_only.program, rank, stages)
         if training is not None:
             running.executors[True] = Executor(training.program, rank, stages)
@@ -310,6 +328,8 @@ class Pipeline:
                 microbatches = len(verified.program.microbatches_of(channel.target_stage))
                 most = microbatches if channel.kind is Kind.F else count + 1
                 slots[channel] = max(min(count + 1, most), slots.get(channel, 0))
+        if self._settings.program is not None:
+            slots.update(dict.fromkeys(copy_channels(self._settings.program), 2))
         return slots
 
 
