@@ -1,6 +1,7 @@
 """Schedules as data: built, lowered, verified, simulated and drawn, without importing torch."""
 
 from .actions import Action, Kind
+from .auto import auto
 from .bubble import Bubble, split_bubble
 from .builders import (
     Builder,
@@ -45,6 +46,7 @@ __all__ = [
     "RankTimes",
     "Timeline",
     "Verified",
+    "auto",
     "build",
     "builder_names",
     "channel_of",
