@@ -6,11 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .builders import register
+from pypipe.errors import ConfigurationError
+
 from .catalog import catalog
 from .costs import Cost, costs_of
 from .errors import ProgramError
 from .programs import Program
+from .registry import register, require_numbers
 from .search.candidates import N_ACTIONS, Candidate, Stages, candidates, choose
 
 
@@ -61,7 +63,8 @@ def auto(
         effort: how long to search, in shares of a few seconds.
 
     Raises:
-        ValueError: numbers that cannot be; or memory that does not hold one microbatch of each of a rank's stages.
+        ConfigurationError: numbers that cannot be; or memory that does not hold one microbatch of each of a
+            rank's stages.
     """
     shapes = _shapes(n_ranks, n_microbatches, stages_per_rank, placement)
     fixed = [
@@ -94,9 +97,7 @@ def auto(
 def _shapes(
     n_ranks: int, n_microbatches: int, stages_per_rank: int, placement: Sequence[int] | None
 ) -> tuple[Program, ...]:
-    for what, count in (("rank", n_ranks), ("microbatch", n_microbatches), ("stage on each rank", stages_per_rank)):
-        if count < 1:
-            raise ValueError(f"a schedule needs 1 {what} or more, not {count}")
+    require_numbers(n_ranks, n_microbatches, stages_per_rank)
     looped = tuple(range(n_ranks)) * stages_per_rank
     if placement is not None:
         placements = [tuple(placement)]
@@ -110,10 +111,12 @@ def _shapes(
 def _spread(name: str, value: Cost, count: int, what: str) -> list[float]:
     values = list(value) if isinstance(value, Sequence) else [value] * count
     if len(values) != count:
-        raise ValueError(f"{name} has {len(values)} entries for {count} {what}s: give one number, or one a {what}")
+        raise ConfigurationError(
+            f"{name} has {len(values)} entries for {count} {what}s: give one number, or one a {what}"
+        )
     for index, each in enumerate(values):
         if not each >= 0:
-            raise ValueError(f"{name} of {what} {index} is {each}: give 0 or more")
+            raise ConfigurationError(f"{name} of {what} {index} is {each}: give 0 or more")
     return values
 
 
@@ -121,7 +124,7 @@ def _require_room(shape: Program, activation: Sequence[float], memory: Sequence[
     for rank, most in enumerate(memory):
         needed = sum(activation[stage] for stage, place in enumerate(shape.placement) if place == rank)
         if needed > most:
-            raise ValueError(
+            raise ConfigurationError(
                 f"memory of rank {rank} is {most:g}, but one microbatch's activations of its stages take {needed:g}: "
                 "give that much at least"
             )

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pypipe.errors import ConfigurationError
+
 from .actions import Kind
 from .programs import Program
 
@@ -54,7 +56,7 @@ def costs_of(
         bandwidth: bytes that a link carries in one unit of time.
 
     Raises:
-        ValueError: a time that is negative or no finite number, or a sequence with another length than the
+        ConfigurationError: a time that is negative or no finite number, or a sequence with another length than the
             number of stages; the message names it.
     """
     n_stages = program.n_stages
@@ -74,7 +76,7 @@ def costs_of(
     _require_length("bandwidth", len(bandwidths), n_stages)
     for stage, value in enumerate(bandwidths):
         if not value > 0:
-            raise ValueError(f"bandwidth of stage {stage} is {value}: give more than 0")
+            raise ConfigurationError(f"bandwidth of stage {stage} is {value}: give more than 0")
     occupancy = [size / rate for size, rate in zip(sizes, bandwidths, strict=True)]
     for stage in range(n_stages):
         after = program.next_stage(stage)
@@ -93,15 +95,15 @@ def _by_stage(n_stages: int, name: str, cost: Cost) -> list[float]:
     for stage, value in enumerate(costs):
         where = f"{name} of stage {stage}" if isinstance(cost, Sequence) else name
         if value < 0:
-            raise ValueError(f"{where} is {value}: it cannot be negative")
+            raise ConfigurationError(f"{where} is {value}: it cannot be negative")
         if not math.isfinite(value):
-            raise ValueError(f"{where} is {value}: give a finite number")
+            raise ConfigurationError(f"{where} is {value}: give a finite number")
     return costs
 
 
 def _require_length(name: str, length: int, n_stages: int) -> None:
     if length != n_stages:
-        raise ValueError(f"{name} has {length} entries for {n_stages} stages: give one number, or one a stage")
+        raise ConfigurationError(f"{name} has {length} entries for {n_stages} stages: give one number, or one a stage")
 
 
 def _rest(name: str, full: list[float], part: list[float] | None) -> list[float]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pypipe.errors import ConfigurationError
+
 from .actions import Kind
 from .programs import Program
 
@@ -20,11 +22,11 @@ def peak_memory(program: Program, activation: float | Sequence[float] = 1) -> tu
             default counts pairs of stage and microbatch, as `Verified.peak_activations` does.
 
     Raises:
-        ValueError: a sequence with another length than the number of stages.
+        ConfigurationError: a sequence with another length than the number of stages.
     """
     sizes = list(activation) if isinstance(activation, Sequence) else [activation] * program.n_stages
     if len(sizes) != program.n_stages:
-        raise ValueError(f"activation has {len(sizes)} entries for {program.n_stages} stages: give one a stage")
+        raise ConfigurationError(f"activation has {len(sizes)} entries for {program.n_stages} stages: give one a stage")
     is_forward_only = all(
         action.kind is Kind.F or not action.kind.is_compute for actions in program.ranks for action in actions
     )

@@ -154,7 +154,7 @@ def simulate(
 
     Raises:
         ProgramError: the program is incomplete, or its ranks wait for each other for ever.
-        ValueError: a time that is negative or not finite, or a sequence with another length than the number
+        ConfigurationError: a time that is negative or not finite, or a sequence with another length than the number
             of stages.
     """
     find_positions(program)

@@ -72,16 +72,29 @@ class Setting:
         )
 
     def shortest(self) -> tuple[float, float]:
-        """What step time and span cannot be below, however the actions are ordered."""
-        first = [math.inf] * self.n_ranks
+        """What step time and span cannot be below, however the actions are ordered.
+
+        A rank cannot start before a forward has reached it. From then on it needs the time of all that it computes;
+        and that of its F and I, after which the last gradient still has to travel to the chain's first stage, and
+        the W there to run. The rank that has the first stage starts at once, so its span is no shorter than that.
+        """
+        forward, input_half, weight_half = self.durations
+        first, last = [math.inf] * self.n_ranks, [math.inf] * self.n_ranks
+        halves = [0.0] * self.n_ranks
         for chain in self.chains:
-            there = 0.0
+            there = back = 0.0
             for stage in chain.stages if chain.microbatches else ():
                 rank = self.placement[stage]
                 first[rank] = min(first[rank], there)
-                there += self.durations[0][stage] + self.delays[stage]
-        work = [self.work(rank) for rank in range(self.n_ranks)]
-        return max((a + w for a, w in zip(first, work, strict=True) if w), default=0.0), max(work)
+                last[rank] = min(last[rank], back + weight_half[chain.stages[0]])
+                halves[rank] += len(chain.microbatches) * (forward[stage] + input_half[stage])
+                there += forward[stage] + self.delays[stage]
+                back += input_half[stage] + self.delays[stage]
+        ranks = [rank for rank in range(self.n_ranks) if first[rank] < math.inf]
+        round_trip = max(first[rank] + halves[rank] + last[rank] for rank in ranks)
+        longest = max(first[rank] + self.work(rank) for rank in ranks)
+        span = max(self.work(rank) for rank in ranks)
+        return max(longest, round_trip), max(span, round_trip if len(self.chains) == 1 else 0.0)
 
     def program(self, name: str, lists: Lists) -> Program:
         """The program that runs actions in the order of their numbers.
