@@ -30,6 +30,7 @@ from .measured import RankTimes, merge_ranks, predict
 from .memory import peak_memory
 from .programs import Chain, Channel, Link, Program, channel_of
 from .simulation import Event, Timeline, simulate
+from .tables import dump_csv, dumps_csv, load_csv, loads_csv
 from .verification import Verified, verify
 
 __all__ = [
@@ -52,11 +53,15 @@ __all__ = [
     "channel_of",
     "dualpipe",
     "dualpipev",
+    "dump_csv",
+    "dumps_csv",
     "find_builder",
     "gpipe",
     "grid",
     "interleaved",
     "interleaved_zero_bubble",
+    "load_csv",
+    "loads_csv",
     "looped_bfs",
     "lower",
     "merge_ranks",
