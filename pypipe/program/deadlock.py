@@ -22,6 +22,7 @@ def check_progress(program: Program, messages: Messages) -> None:
     Raises:
         ProgramError: some ranks wait for each other; the message says what each waits for.
     """
+    bases = messages.bases
     posted, arrived = bytearray(messages.count), bytearray(messages.count)
     waiting_for_post: dict[int, int] = {}
     waiting_for_arrival: dict[int, int] = {}
@@ -33,7 +34,7 @@ def check_progress(program: Program, messages: Messages) -> None:
         position = at[rank]
         while position < len(actions):
             stage, kind, microbatch = actions[position]
-            base = messages.bases[kind][stage]
+            base = bases[kind][stage]
             if base >= 0:
                 message = base + microbatch
                 if kind.is_receive:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import gc
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from pypipe.errors import ConfigurationError
 
@@ -14,6 +17,10 @@ from .messages import Messages
 from .pairing import pair_transfers
 from .positions import find_positions
 from .programs import Link, Program
+
+_SEND = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B, Kind.I: Kind.SEND_B}
+# Hundreds of thousands of actions are made here, and this is the quickest way to make a named tuple.
+_action = partial(tuple.__new__, Action)
 
 
 def lower(program: Program, *, single_communicator: bool = False) -> Program:
@@ -60,11 +67,24 @@ def lower(program: Program, *, single_communicator: bool = False) -> Program:
     links = _order_of_links(program, messages)
     slots = fewest_slots(program, messages, positions, links.values())
     releasing = (Kind.F,) if positions.is_forward_only else (Kind.B, Kind.W)
-    run = _Run(program, messages, links, slots, releasing)
-    if run.has_granted:
-        # With its slots from the start, every rank gets at least as far as it did before.
-        run = _Run(program, messages, links, run.slots, releasing)
-    return replace(program, ranks=tuple(map(tuple, run.lists)))
+    with _collector_paused():
+        run = _Run(program, messages, links, slots, releasing)
+        if run.has_granted:
+            # With its slots from the start, every rank gets at least as far as it did before.
+            run = _Run(program, messages, links, run.slots, releasing)
+        return replace(program, ranks=tuple(map(tuple, run.lists)))
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Keep the garbage collector from looking through the new actions again and again: none is in a cycle."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _order_of_links(program: Program, messages: Messages) -> dict[Link, list[int]]:
@@ -118,10 +138,16 @@ class _Run:
         self._waiting_for_arrival: dict[int, int] = {}
         self._queues = list(links.values())
         self._heads = [0] * len(self._queues)
-        self._queue_of_channel = [-1] * len(self.slots)
+        n_stages = program.n_stages
+        self._queue_of_channel: dict[int, int] = {}
+        self._freed_by: list[list[tuple[int, int]]] = [[] for _ in range(n_stages)]  # by stage: channel and queue
+        self._receivers: dict[int, tuple[int, Kind, list[Action]]] = {}
         for queue, numbers in enumerate(self._queues):
-            for channel in {number // program.n_microbatches for number in numbers}:
+            for channel in sorted({number // program.n_microbatches for number in numbers}):
+                stage, kind = (channel, Kind.RECV_F) if channel < n_stages else (channel - n_stages, Kind.RECV_B)
                 self._queue_of_channel[channel] = queue
+                self._freed_by[stage].append((channel, queue))
+                self._receivers[channel] = stage, kind, self.lists[program.placement[stage]]
         self._runnable = list(range(program.n_ranks))
         for queue in range(len(self._queues)):
             self._post(queue)
@@ -135,10 +161,12 @@ class _Run:
 
     def _advance(self) -> None:
         """Let each runnable rank go on until it waits."""
-        n_stages, arrived, posted = self._program.n_stages, self._arrived, self._posted
-        bases, sent, queue_of_channel = self._messages.bases, self._messages.sent, self._queue_of_channel
-        while self._runnable:
-            rank = self._runnable.pop()
+        arrived, posted, runnable = self._arrived, self._posted, self._runnable
+        waiting_for_arrival, waiting_for_post = self._waiting_for_arrival, self._waiting_for_post
+        bases, sent, releasing, freed_by = self._messages.bases, self._messages.sent, self._releasing, self._freed_by
+        taken, queues, heads = self._taken, self._queues, self._heads
+        while runnable:
+            rank = runnable.pop()
             actions, lowered = self._program.ranks[rank], self.lists[rank]
             position, is_sending = self._at[rank], self._is_sending[rank]
             while position < len(actions):
@@ -147,45 +175,46 @@ class _Run:
                 if not is_sending:
                     base = bases[kind][stage]
                     if base >= 0 and not arrived[base + microbatch]:
-                        self._waiting_for_arrival[base + microbatch] = rank
+                        waiting_for_arrival[base + microbatch] = rank
                         break
                     lowered.append(action)
-                    if kind in self._releasing:
-                        for channel in (stage, n_stages + stage):
-                            if queue_of_channel[channel] >= 0:
-                                self._taken[channel] -= 1
-                                self._post(queue_of_channel[channel])
+                    if kind in releasing:
+                        for channel, queue in freed_by[stage]:
+                            taken[channel] -= 1
+                            if heads[queue] < len(queues[queue]):
+                                self._post(queue)
                 base = sent[kind][stage]
                 if base >= 0:
                     number = base + microbatch
                     is_sending = not posted[number]
                     if is_sending:
-                        self._waiting_for_post[number] = rank
+                        waiting_for_post[number] = rank
                         break
-                    lowered.append(Action(stage, Kind.SEND_F if kind is Kind.F else Kind.SEND_B, microbatch))
+                    lowered.append(_action((stage, _SEND[kind], microbatch)))
                     arrived[number] = 1
-                    if number in self._waiting_for_arrival:
-                        self._runnable.append(self._waiting_for_arrival.pop(number))
+                    if number in waiting_for_arrival:
+                        runnable.append(waiting_for_arrival.pop(number))
                 position += 1
             self._at[rank], self._is_sending[rank] = position, is_sending
 
     def _post(self, queue: int) -> None:
         """Append a RECV for each message at the head of a link's queue that has a slot now."""
-        n_microbatches, n_stages, numbers = self._program.n_microbatches, self._program.n_stages, self._queues[queue]
-        head, taken, slots = self._heads[queue], self._taken, self.slots
+        n_microbatches, numbers, slots, taken = (
+            self._program.n_microbatches,
+            self._queues[queue],
+            self.slots,
+            self._taken,
+        )
+        head = self._heads[queue]
         while head < len(numbers):
             number = numbers[head]
-            channel, microbatch = divmod(number, n_microbatches)
+            channel = number // n_microbatches
             if taken[channel] == slots[channel]:
                 break
             taken[channel] += 1
             head += 1
-            receive = (
-                Action(channel, Kind.RECV_F, microbatch)
-                if channel < n_stages
-                else Action(channel - n_stages, Kind.RECV_B, microbatch)
-            )
-            self.lists[self._messages.received[channel]].append(receive)
+            stage, kind, lowered = self._receivers[channel]
+            lowered.append(_action((stage, kind, number % n_microbatches)))
             self._posted[number] = 1
             if number in self._waiting_for_post:
                 self._runnable.append(self._waiting_for_post.pop(number))

@@ -65,28 +65,37 @@ def _first_present(preferred: list[int], other: list[int]) -> list[int]:
 
 def _locate(program: Program) -> dict[Kind, list[int]]:
     n_stages, n_microbatches, placement = program.n_stages, program.n_microbatches, program.placement
-    microbatches = [program.microbatches_of(stage) for stage in range(n_stages)]
+    shares = [program.microbatches_of(stage) for stage in range(n_stages)]
+    firsts, stops = [share.start for share in shares], [share.stop for share in shares]
     tables = {kind: [-1] * (n_stages * n_microbatches) for kind in Kind}
     for rank, actions in enumerate(program.ranks):
-        for position, action in enumerate(actions):
-            stage, microbatch = action.stage, action.microbatch
-            if not 0 <= stage < n_stages:
-                raise fault(program, f"stages are 0..{n_stages - 1}", action, {rank: position})
-            if placement[stage] != rank:
-                what = f"stage {stage} is placed on rank {placement[stage]}, so only that rank can run this"
-                raise fault(program, what, action, {rank: position})
-            if microbatch not in microbatches[stage]:
-                mine = microbatches[stage]
-                what = "no microbatch passes this stage"
-                if mine:
-                    what = f"the microbatches of stage {stage} are {mine[0]}..{mine[-1]}"
-                raise fault(program, what, action, {rank: position})
-            table, key = tables[action.kind], stage * n_microbatches + microbatch
-            if table[key] >= 0:
-                what = f"it stands at position {table[key]} already; list each action once"
-                raise fault(program, what, action, {rank: position})
-            table[key] = position
+        for position, (stage, kind, microbatch) in enumerate(actions):
+            if (
+                not 0 <= stage < n_stages
+                or placement[stage] != rank
+                or not firsts[stage] <= microbatch < stops[stage]
+                or tables[kind][stage * n_microbatches + microbatch] >= 0
+            ):
+                raise _misplaced(program, tables, rank, position)
+            tables[kind][stage * n_microbatches + microbatch] = position
     return tables
+
+
+def _misplaced(program: Program, tables: dict[Kind, list[int]], rank: int, position: int) -> ProgramError:
+    """The fault of an action that is not to stand on its rank, or not once more."""
+    action = program.ranks[rank][position]
+    stage, kind, microbatch = action
+    if not 0 <= stage < program.n_stages:
+        what = f"stages are 0..{program.n_stages - 1}"
+    elif program.placement[stage] != rank:
+        what = f"stage {stage} is placed on rank {program.placement[stage]}, so only that rank can run this"
+    elif microbatch not in program.microbatches_of(stage):
+        mine = program.microbatches_of(stage)
+        what = f"the microbatches of stage {stage} are {mine[0]}..{mine[-1]}" if mine else "no microbatch passes it"
+    else:
+        earlier = tables[kind][stage * program.n_microbatches + microbatch]
+        what = f"it stands at position {earlier} already; list each action once"
+    return fault(program, what, action, {rank: position})
 
 
 def _check_complete(program: Program, positions: Positions, stage: int) -> None:

@@ -69,8 +69,8 @@ def verify(lowered: Program, *, single_communicator: bool = False) -> Verified:
         check_paired_progress(lowered, messages)
     else:
         check_progress(lowered, messages)
-    slots = _count_slots(lowered, messages, positions)
-    return Verified(lowered, MappingProxyType(slots), _peak_activations(lowered, positions))
+    slots, peaks = _count(lowered, messages, positions)
+    return Verified(lowered, MappingProxyType(slots), peaks)
 
 
 def _crosses(program: Program, positions: Positions, kind: Kind, stage: int, neighbour: int | None) -> bool:
@@ -164,38 +164,32 @@ def _report_disorder(
     raise fault(program, f"{who} disagree on order: this is sent where {receive} is received", send, marks)
 
 
-def _count_slots(program: Program, messages: Messages, positions: Positions) -> dict[Channel, int]:
-    """For each channel, the most receives that are posted, or their messages needed, at once."""
+def _count(program: Program, messages: Messages, positions: Positions) -> tuple[dict[Channel, int], tuple[int, ...]]:
+    """Each channel's slots, the most receives posted or messages needed at once; and each rank's peak."""
     n_stages = program.n_stages
-    releasing = (Kind.F,) if positions.is_forward_only else (Kind.B, Kind.W)
+    is_forward_only = positions.is_forward_only
     taken = [0] * (2 * n_stages)
     most = [0] * (2 * n_stages)
+    peaks = []
     for actions in program.ranks:
+        alive = peak = 0
         for stage, kind, _ in actions:
-            if kind in releasing:
-                taken[stage] -= 1
-                taken[n_stages + stage] -= 1
-            elif kind is Kind.RECV_F or kind is Kind.RECV_B:
+            if kind is Kind.RECV_F or kind is Kind.RECV_B:
                 channel = stage if kind is Kind.RECV_F else n_stages + stage
                 taken[channel] += 1
                 if taken[channel] > most[channel]:
                     most[channel] = taken[channel]
-    counted = {messages.channel(i * program.n_microbatches): count for i, count in enumerate(most) if count}
-    return dict(sorted(counted.items()))
-
-
-def _peak_activations(program: Program, positions: Positions) -> tuple[int, ...]:
-    peaks = []
-    for actions in program.ranks:
-        alive = peak = 0
-        for action in actions:
-            kind = action.kind
-            if kind is Kind.F:
+            elif kind is Kind.F:
                 alive += 1
-                peak = max(peak, alive)
-                if positions.is_forward_only:
+                if alive > peak:
+                    peak = alive
+                if is_forward_only:
                     alive -= 1
+                    taken[stage] -= 1
             elif kind is Kind.B or kind is Kind.W:
                 alive -= 1
+                taken[stage] -= 1
+                taken[n_stages + stage] -= 1
         peaks.append(peak)
-    return tuple(peaks)
+    counted = {messages.channel(i * program.n_microbatches): count for i, count in enumerate(most) if count}
+    return dict(sorted(counted.items())), tuple(peaks)
