@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from pypipe.program import Program, build, builder_names, find_builder, lower, simulate, verify
+from pypipe.program import Program, build, builder_names, find_builder, loads_csv, lower, simulate, verify
 from pypipe.program.drawing import Panel, chrome_trace, html, read_chrome_trace, splits_backward, svg, terminal
 
 _WIDTH_OF_A_FILE = 160
@@ -98,14 +98,14 @@ def panels_for(
         raise ShowError(f"cannot read {name} ({error.strerror}): give a readable file") from error
     except UnicodeDecodeError as error:
         raise ShowError(f"{name} is not UTF-8 at byte {error.start}: give a program in CSV, or a trace") from error
+    if path.suffix != ".json":
+        return [times.of(_verified(loads_csv(text, name=path.stem, source=name)))]
+    if times.given:
+        raise ShowError("--tf, --tb, --tw and --tc are for programs; a trace has its own times: leave them out")
     try:
-        if path.suffix == ".json":
-            if times.given:
-                raise ShowError("--tf, --tb, --tw and --tc are for programs; a trace has its own times: leave them out")
-            return read_chrome_trace(text)
-        return [times.of(_verified(_program(text, path.stem)))]
+        return read_chrome_trace(text)
     except ValueError as error:
-        raise error if isinstance(error, ShowError) else ShowError(f"{name}: {error}") from error
+        raise ShowError(f"{name}: {error}") from error
 
 
 def picture(panels: list[Panel]) -> str:
@@ -154,10 +154,6 @@ def _built(name: str, ranks: int, microbatches: int, per_rank: int | None) -> Pr
         stages = "1 stage" if here == 1 else f"{here} stages"
         raise ShowError(f"-v {per_rank} does not fit: {name} puts {stages} on each rank; leave -v out")
     return program
-
-
-def _program(text: str, name: str) -> Program:
-    raise ShowError(f"{name}: programs in CSV cannot be read yet")
 
 
 def _verified(program: Program) -> Program:

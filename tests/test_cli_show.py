@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from pypipe.cli import main
+from pypipe.program import build, dump_csv, lower
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -50,6 +51,22 @@ def test_the_well_known_picture_and_the_files_of_all_views(tmp_path: Path) -> No
     again = run("a.json", "--svg", "b.svg", cwd=tmp_path)
     assert (again.returncode, again.stdout, again.stderr) == (0, GPIPE_4_4, "")
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+def test_a_program_in_csv_is_drawn_with_or_without_transfers(tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_text("0F0,0F1,,0B1,0B0\n1F0,1F1,1B1,1B0\n")
+    bare = run("mine.csv", "--tb", "2", cwd=tmp_path)
+    assert bare.stdout.startswith("mine, P=2, M=2, F 1, B 2: step 9, bubble 33.3%\n"), bare.stderr
+    dump_csv(lower(build("gpipe", 2, 2)), tmp_path / "mine.csv")
+    assert run("mine.csv", "--tb", "2", cwd=tmp_path).stdout == bare.stdout
+
+
+def test_a_program_that_would_deadlock_is_shown_with_its_lists(tmp_path: Path) -> None:
+    (tmp_path / "stuck.csv").write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
+    result = run("stuck.csv", cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("Error: stuck: ")
+    assert "rank 1: " in result.stderr
 
 
 def test_times_may_differ_by_stage_and_kind(tmp_path: Path) -> None:
@@ -115,6 +132,7 @@ def test_an_output_without_dots_gets_plain_ones(tmp_path: Path) -> None:
         (["bad.json"], "bad.json: it is no JSON: line 1, column 1"),
         (["bad.json", "-p", "4"], "-p is for schedules with a name"),
         (["bad.json", "--tf", "1"], "a trace has its own times"),
+        (["wrong.csv"], "wrong.csv, row 2, column 2: '1G0' is no action"),
         (["binary.csv"], "binary.csv is not UTF-8 at byte 0"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
@@ -127,6 +145,7 @@ def test_bad_input_is_answered_by_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "bad.json").write_text("not JSON")
+    (tmp_path / "wrong.csv").write_text("0F0,0B0\n1F0,1G0\n")
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
