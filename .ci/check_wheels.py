@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 
 ALLOWED = {"libc.so.6", "libgcc_s.so.1", "libstdc++.so.6", "libm.so.6", "libpthread.so.0", "ld-linux-x86-64.so.2"}
-NEEDED = {"pypipe/__init__.py", "pypipe/py.typed", "pypipe/_core.pyi"}
+NEEDED = {"pypipe/__init__.py", "pypipe/py.typed", "pypipe/_core.pyi", "pypipe/program/drawing/page.html"}
 
 
 def names(wheel: str) -> set[str]:

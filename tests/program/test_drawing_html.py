@@ -167,6 +167,21 @@ def test_wheel_drag_keys_and_buttons_move_the_view_of_all_timelines(shown: chrom
 
 
 @needs_browser
+def test_the_wheel_alone_scrolls_a_page_that_is_taller_than_the_window(browser: chromium.Page, tmp_path: Path) -> None:
+    (tmp_path / "tall.html").write_text(html(simulate(one_f_one_b(40, 4))), encoding="utf-8")
+    browser.open(tmp_path / "tall.html")
+    whole = text(browser, "range")
+    x, y = place(browser, 0, 10, 30)
+    browser.mouse("mouseWheel", x, y, deltaX=0, deltaY=-100)
+    assert text(browser, "range") == whole
+    browser.mouse("mouseWheel", x, y, deltaX=0, deltaY=-100, modifiers=2)  # Ctrl
+    assert text(browser, "range") != whole
+    browser.mouse("mouseMoved", *place(browser, 0, 10, 10.5))
+    assert "rank 10: 10F0" in text(browser, "details")
+    assert browser.complaints() == []
+
+
+@needs_browser
 def test_arrow_keys_go_from_action_to_action(shown: chromium.Page) -> None:
     shown.value("timelines[0].canvas.focus()")
     for key, action in [
