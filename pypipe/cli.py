@@ -94,7 +94,7 @@ def doctor(as_json: bool) -> None:
 
 
 @main.command()
-@click.argument("name")
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
 @click.option("-p", "--ranks", type=int, help="P, the number of ranks.", show_default=False)
 @click.option("-m", "--microbatches", type=int, help="M, the number of microbatches.", show_default=False)
 @click.option("-v", "--stages-per-rank", type=int, help="Stages on each rank, for schedules that have several.")
@@ -108,7 +108,7 @@ def doctor(as_json: bool) -> None:
 @click.option("--html", type=click.Path(path_type=Path), help="Write it as one HTML page with zoom.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write it as a Chrome trace, for Perfetto.")
 def show(
-    name: str,
+    names: tuple[str, ...],
     ranks: int | None,
     microbatches: int | None,
     stages_per_rank: int | None,
@@ -118,14 +118,15 @@ def show(
     tc: str | None,
     **files: Path | None,
 ) -> None:
-    """Draw the timeline of a schedule, a program or a trace.
+    """Draw the timeline of a schedule, a program or a trace, or several below each other.
 
-    NAME is a schedule's name, such as 1f1b; a CSV file with a program; or a .json file, such as --trace wrote.
+    NAME is a schedule's name, such as 1f1b; a CSV file with a program; or a .json file, such as --trace wrote. Times
+    are in a unit of yours; a trace takes them as microseconds.
     """
     from pypipe import show as views
 
     try:
-        panels = views.panels_for(name, ranks, microbatches, stages_per_rank, views.Times(tf, tb, tw, tc))
+        panels = views.panels_for(names, ranks, microbatches, stages_per_rank, views.Times(tf, tb, tw, tc))
         for kind, path in files.items():
             if path is not None:
                 views.write(panels, f"--{kind}", path)

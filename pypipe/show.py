@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,47 +66,58 @@ class Times:
 
 
 def panels_for(
-    name: str, ranks: int | None, microbatches: int | None, per_rank: int | None, times: Times
+    names: Sequence[str], ranks: int | None, microbatches: int | None, per_rank: int | None, times: Times
 ) -> list[Panel]:
-    """What a name means: a schedule of the registry, or a file.
+    """What names mean, each: a schedule of the registry, or a file.
 
     Args:
-        name: a registered name, or a path: of a saved trace (`.json`), or else of a program in CSV.
-        ranks: P, for a registered name.
-        microbatches: M, for a registered name; a CSV's own number is checked against it.
-        per_rank: v, for a schedule that has several stages on each rank.
-        times: of the actions, except of a trace's.
+        names: registered names, or paths: of a saved trace (`.json`), or else of a program in CSV.
+        ranks: P, for registered names.
+        microbatches: M, for registered names.
+        per_rank: v, for registered names; it must be what each of them has, or can have.
+        times: of the actions of programs; a trace has its own.
 
     Raises:
         ShowError, ConfigurationError, ProgramError: all of them ValueErrors, for the user.
     """
-    path = Path(name)
-    if name in builder_names():
-        if ranks is None or microbatches is None:
-            raise ShowError(f"{name} needs a number of ranks and of microbatches: give -p and -m, such as -p 4 -m 8")
-        return [times.of(_verified(_built(name, ranks, microbatches, per_rank)))]
-    if not path.is_file():
-        raise ShowError(
-            f"{name} is no file, and no schedule is called so: give a file, or one of {', '.join(builder_names())}"
-        )
-    given = {"-p": ranks, "-m": microbatches, "-v": per_rank}
-    for option, number in given.items():
-        if number is not None:
-            raise ShowError(f"{option} is for schedules with a name; the file {name} has its own number: leave it out")
+    registered = [name for name in names if name in builder_names()]
+    files = [name for name in names if name not in registered]
+    for name in files:
+        if not Path(name).is_file():
+            raise ShowError(
+                f"{name} is no file, and no schedule is called so: give a file, or one of {', '.join(builder_names())}"
+            )
+    if registered and (ranks is None or microbatches is None):
+        what = "a number of ranks and of microbatches"
+        raise ShowError(f"{registered[0]} needs {what}: give -p and -m, such as -p 4 -m 8")
+    for option, number in {"-p": ranks, "-m": microbatches, "-v": per_rank}.items():
+        if number is not None and not registered:
+            raise ShowError(f"{option} is for schedules with a name; {files[0]} has its own number: leave it out")
+    if times.given and all(Path(name).suffix == ".json" for name in names):
+        raise ShowError("--tf, --tb, --tw and --tc are for programs; a trace has its own times: leave them out")
+    panels = []
+    for name in names:
+        if name in registered:
+            assert ranks is not None
+            assert microbatches is not None
+            panels.append(times.of(_verified(_built(name, ranks, microbatches, per_rank))))
+        elif Path(name).suffix == ".json":
+            try:
+                panels += read_chrome_trace(_text(name))
+            except ValueError as error:
+                raise error if isinstance(error, ShowError) else ShowError(f"{name}: {error}") from error
+        else:
+            panels.append(times.of(_verified(loads_csv(_text(name), name=Path(name).stem, source=name))))
+    return panels
+
+
+def _text(name: str) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        return Path(name).read_text(encoding="utf-8")
     except OSError as error:
         raise ShowError(f"cannot read {name} ({error.strerror}): give a readable file") from error
     except UnicodeDecodeError as error:
         raise ShowError(f"{name} is not UTF-8 at byte {error.start}: give a program in CSV, or a trace") from error
-    if path.suffix != ".json":
-        return [times.of(_verified(loads_csv(text, name=path.stem, source=name)))]
-    if times.given:
-        raise ShowError("--tf, --tb, --tw and --tc are for programs; a trace has its own times: leave them out")
-    try:
-        return read_chrome_trace(text)
-    except ValueError as error:
-        raise ShowError(f"{name}: {error}") from error
 
 
 def picture(panels: list[Panel]) -> str:

@@ -61,6 +61,13 @@ def test_a_program_in_csv_is_drawn_with_or_without_transfers(tmp_path: Path) -> 
     assert run("mine.csv", "--tb", "2", cwd=tmp_path).stdout == bare.stdout
 
 
+def test_several_are_drawn_below_each_other_on_one_scale(tmp_path: Path) -> None:
+    result = run("gpipe", "zb_h1", "-p", "2", "-m", "2", "--trace", "both.json", cwd=tmp_path)
+    titles = [line.split(",")[0] for line in result.stdout.splitlines() if "P=2" in line]
+    assert titles == ["gpipe", "zb_h1"], result.stderr
+    assert run("both.json", cwd=tmp_path).stdout == result.stdout
+
+
 def test_a_program_that_would_deadlock_is_shown_with_its_lists(tmp_path: Path) -> None:
     (tmp_path / "stuck.csv").write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
     result = run("stuck.csv", cwd=tmp_path)
