@@ -12,11 +12,27 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
 import pypipe
-from pypipe.program import Kind, verify
+from pypipe.program import Channel, Kind, Link, Program, verify
+from pypipe.program.lifetimes import fewest_slots
+from pypipe.program.messages import Messages
+from pypipe.program.positions import find_positions
+
+
+def messages_in_use(program: Program) -> dict[Channel, int]:
+    """For each channel, the most messages that are in use at once: as many slots, unless rendezvous takes more."""
+    messages = Messages(program)
+    links: dict[Link, list[int]] = {}
+    for actions in program.ranks:
+        for stage, kind, microbatch in actions:
+            if kind.is_receive:
+                base = messages.bases[kind][stage]
+                links.setdefault(program.link_of(messages.channel(base)), []).append(base + microbatch)
+    counts = fewest_slots(program, messages, find_positions(program), links.values())
+    return {messages.channel(i * program.n_microbatches): count for i, count in enumerate(counts) if count}
 
 
 def alive(rank: int, size: int, group: Any, name: str, n_microbatches: int) -> dict[str, tuple[int, int, int]]:
-    """For each channel that ends here: the most messages alive in a few steps, what the verifier says, and slots."""
+    """For each channel that ends here: the most messages alive in a few steps, what lifetimes say, and spare slots."""
     torch.manual_seed(0)
     modules: list[nn.Module] = [nn.Linear(3, 3) for _ in range(transparency.count_stages(name, size))]
     schedule, _ = transparency.build(
@@ -26,9 +42,9 @@ def alive(rank: int, size: int, group: Any, name: str, n_microbatches: int) -> d
     for _ in range(3):
         schedule.step(x, target=x)
     program = schedule.program
-    verified = verify(program).slots
+    slots, in_use = verify(program).slots, messages_in_use(program)
     seen = {
-        str(channel): (counted["most_alive"], verified[channel], counted["slots"])
+        str(channel): (counted["most_alive"], in_use[channel], counted["slots"] - slots[channel])
         for channel, counted in schedule.counters.items()
         if channel.kind is not Kind.W and program.placement[channel.target_stage] == rank
     }

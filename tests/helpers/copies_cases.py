@@ -143,7 +143,6 @@ def refused(rank: int, size: int, group: Any, case: str) -> str:
     try:
         with pypipe.ScheduleDualPipe(stages, 4, functional.mse_loss, timeout=20) as schedule:
             schedule.step(torch.ones(rows, WIDTH), target=torch.ones(rows, WIDTH))
-            schedule.step(torch.ones(rows, WIDTH), target=torch.ones(rows, WIDTH))
     except pypipe.PipelineError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"
