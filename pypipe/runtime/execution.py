@@ -224,7 +224,8 @@ class StageExecution:
         work: WeightWork | None = None
         start = time.perf_counter()
         if roots and split:
-            work = self._split.begin(roots, gradients, () if inputs is None else inputs.leaves)
+            leaves = self._batch.leaves if inputs is None else [*self._batch.leaves, *inputs.leaves]
+            work = self._split.begin(roots, gradients, leaves)
         elif roots:
             run_backward(roots, gradients)
         del roots, gradients

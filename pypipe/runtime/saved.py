@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-__all__ = ["Packed", "drop_saved", "packed", "saves"]
+__all__ = ["Packed", "drop_saved", "drop_weights", "packed", "saves"]
 
 # Whether this torch can say that hooks packed a saved tensor.
 _sees_packing = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
@@ -74,6 +74,36 @@ def drop_saved(node: Any) -> None:
             continue
     if isinstance(node, BackwardCFunction):
         vars(node).clear()
+
+
+def drop_weights(node: Any, operation: str | None, wanted: set[int]) -> None:
+    """Frees a weight that a node saved for the gradients of edges (positions) that are not wanted any more.
+
+    A weight that was computed (cast by autocast, say) is a copy, which lives as long as what saved it.
+    """
+    for name, edge in _SAVED_FOR.get(operation or "", ()):
+        if edge not in wanted:
+            try:
+                getattr(node, name).register_hooks(_shape_of, _itself)
+            except RuntimeError:  # as above
+                continue
+
+
+# What an operation saves for one edge's gradient alone.
+_SAVED_FOR = {
+    "Addmm": (("_raw_saved_mat1", 2), ("_raw_saved_mat2", 1)),
+    "Mm": (("_raw_saved_self", 1), ("_raw_saved_mat2", 0)),
+    "Bmm": (("_raw_saved_self", 1), ("_raw_saved_mat2", 0)),
+    "Convolution": (("_raw_saved_weight", 0),),
+}
+
+
+def _shape_of(tensor: Tensor) -> Tensor:
+    return tensor.new_zeros(()).expand(tensor.shape)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _forget(_: Tensor) -> None:

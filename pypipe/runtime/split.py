@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from pypipe.runtime.backward import as_recorded, gradient_edge, run_backward
-from pypipe.runtime.saved import drop_saved
+from pypipe.runtime.saved import drop_saved, drop_weights
 from pypipe.runtime.split_plan import Node, SplitPlan, WeightEdge, plan_split
 
 __all__ = ["SplitBackward", "WeightWork"]
@@ -141,6 +141,8 @@ class SplitBackward:
             for node, arrived in captured:
                 group, found = plan.weight_edges[node]
                 groups[group].calls.append((node, arrived, found))
+                if node in plan.made_weights:
+                    drop_weights(node, plan.made_weights[node], {position for position, _, _ in found})
         return WeightWork([group for group in groups.values() if group.calls or group.roots], self._caller)
 
     def _run_chain(
@@ -206,10 +208,14 @@ class _Accumulated:
         """
         fresh = [leaf for leaf, before, _ in self._before if before is None and leaf.grad is not None]
         if fresh:
-            storages = {gradient.untyped_storage()._cdata for gradient in kept if gradient is not None}
+            storages = {_storage(gradient) for gradient in kept if gradient is not None} - {None}
             for leaf in fresh:
-                if leaf.grad is not None and leaf.grad.untyped_storage()._cdata in storages:
+                if leaf.grad is not None and _storage(leaf.grad) in storages:
                     leaf.grad = leaf.grad.clone()
+
+
+def _storage(tensor: Tensor) -> int | None:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
 
 
 class _WeightCaller:

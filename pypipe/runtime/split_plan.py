@@ -43,6 +43,7 @@ _JOINT = {
 }
 # Operations that pick rows of a weight by data that needs no gradient.
 _LOOKUPS = {"Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather", "Take"}
+_VIEWS = {"T", "Transpose", "Permute", "View"}
 _ELEMENTWISE = {"Add", "Sub", "Rsub", "Mul", "Div", "Pow"}
 
 # Functions whose backward refuses to run for a part of the graph, or a graph that is kept.
@@ -63,6 +64,7 @@ class SplitPlan:
         early: the leaves whose gradients are accumulated in I.
         weight_edges: for each chain node that has work in W, its weight edges, and the group of what is behind them.
             Groups share no node and no leaf.
+        made_weights: for nodes of `weight_edges` behind which a weight was computed, which operation they are.
         spent: nodes that may have saved something, and have nothing left to do after I.
         late: the groups of nodes of W.
         group_bytes: for each group of W, the bytes of its weights.
@@ -75,6 +77,7 @@ class SplitPlan:
     ends: list[GradientEdge]
     early: list[Tensor]
     weight_edges: dict[Node, tuple[Node, list[WeightEdge]]]
+    made_weights: dict[Node, str | None]
     spent: list[Node]
     late: dict[Node, Node]
     group_bytes: dict[Node, int]
@@ -120,10 +123,13 @@ def plan_split(roots: Iterable[Node], inputs: Iterable[Tensor]) -> SplitPlan:
 
     early = {_group(groups, found[node][0][1]) for node in reasons if node in found}
     weight_edges = {}
+    made_weights = {}
     for node, behind in found.items():
         group = _group(groups, behind[0][1])
         if group not in early:
             weight_edges[node] = (group, behind)
+            if not all(_is_leaf(child, kinds, edges) for _, child, _ in behind):
+                made_weights[node] = kinds[node].operation
     late: dict[Node, Node] = {}
     sizes: dict[Node, int] = {}
     early_leaves = []
@@ -142,6 +148,7 @@ def plan_split(roots: Iterable[Node], inputs: Iterable[Tensor]) -> SplitPlan:
         ends=[GradientEdge(node, 0) for node in (*targets, *early_leaves, *last)],
         early=[leaves[node] for node in early_leaves],
         weight_edges=weight_edges,
+        made_weights=made_weights,
         spent=[node for node, kind in kinds.items() if kind.saves and node not in weight_edges and node not in late],
         late=late,
         group_bytes=sizes,
@@ -190,6 +197,13 @@ def _kind(kind: type) -> _Kind:
         saves=saves(kind),
     )
     return made
+
+
+def _is_leaf(node: Node, kinds: dict[Node, _Kind], edges: dict[Node, Any]) -> bool:
+    """Whether what comes from a node has the memory of a leaf."""
+    while kinds[node].operation in _VIEWS:
+        node = edges[node][0][0]
+    return kinds[node].leaf
 
 
 def _group(groups: dict[Node, Node], node: Node) -> Node:

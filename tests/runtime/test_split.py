@@ -69,6 +69,24 @@ def test_microbatches_in_flight(name, order):
     assert_equal(halves.gradients(), whole.gradients())
 
 
+def test_weights_in_batches(monkeypatch):
+    # W hands weights' gradients on in batches of bounded size; here, one group of weights at a time.
+    monkeypatch.setattr("pypipe.runtime.split._BATCH_BYTES", 1)
+    for name in ("tokens", "transformer", "images"):
+        whole, halves = both_ways(SPLIT[name], needs_grad=True)
+        assert_equal(halves.gradients, whole.gradients)
+        assert halves.first + halves.second == whole.first
+
+
+def test_sparse_gradients():
+    embedding, linear = torch.nn.Embedding(5, 4, sparse=True), torch.nn.Linear(4, 4)
+    y = linear(embedding(torch.tensor([1, 3, 3])))
+    SplitBackward("stage 0").begin([y], [torch.ones_like(y)], []).run()
+    assert embedding.weight.grad.is_sparse
+    expected = linear.weight.detach().sum(0) * torch.tensor([0.0, 1, 0, 2, 0])[:, None]
+    torch.testing.assert_close(embedding.weight.grad.to_dense(), expected)
+
+
 def test_stages_that_share_a_weight():
     torch.manual_seed(2)
     shared = torch.nn.Linear(8, 8).double()

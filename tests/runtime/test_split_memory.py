@@ -114,3 +114,21 @@ def test_outputs_that_somebody_keeps_do_not_keep_the_graph():
         live.storages.pop(x.untyped_storage()._cdata, None)
     assert live.now() == 2 * UNIT  # y and x.grad
     del y
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_casts_of_weights_do_not_wait(kind):
+    # Under autocast a layer saves the copy of its weight that it computed with; the weight's own gradient needs none.
+    module = nn.Linear(256, 256) if kind == "linear" else nn.Conv2d(256, 256, 1)
+    x = torch.randn((4, 256) if kind == "linear" else (1, 256, 2, 2), requires_grad=True)
+    live = Live()
+    with live, torch.autocast("cpu", dtype=torch.bfloat16):
+        y = module(x).float()
+    work = SplitBackward("stage 0").begin([y], [torch.ones_like(y)], [x])
+    assert live.now() == 0
+    work.run()
+    got, module.weight.grad = module.weight.grad, None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = module(x).float()
+    y.sum().backward()
+    assert torch.equal(module.weight.grad, got)
