@@ -68,7 +68,10 @@ def build(name: str, /, n_ranks: int, n_microbatches: int, **options: Any) -> Pr
     """
     builder = find_builder(name)
     _require_options(name, builder, options)
-    return builder(n_ranks, n_microbatches, **options)
+    program = builder(n_ranks, n_microbatches, **options)
+    if not isinstance(program, Program):
+        raise ConfigurationError(f"the builder of {name} returned a {type(program).__name__}: return a Program")
+    return program
 
 
 def _require_options(name: str, builder: Builder, options: dict[str, Any]) -> None:

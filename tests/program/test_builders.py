@@ -62,7 +62,7 @@ LOOPED = ["interleaved", "interleaved_zb", "looped_bfs"]
 def numbers(name: str) -> Iterator[tuple[int, int, dict[str, int]]]:
     """Ranks, microbatches and options of a grid, all allowed."""
     for n_ranks in range(1, 9):
-        if name == "dualpipe" and n_ranks % 2:
+        if (name == "dualpipe" and n_ranks % 2) or (name == "auto" and n_ranks > 4):
             continue
         for n_microbatches in [*range(1, 2 * n_ranks + 2), 3 * n_ranks + 1, 4 * n_ranks]:
             for options in [{"stages_per_rank": v} for v in (1, 2, 3)] if name in LOOPED else [{}]:
