@@ -59,18 +59,22 @@ def test_many_short_actions_are_a_texture_and_not_a_made_up_order() -> None:
     assert drawn[0].count("▒") > 30
 
 
-def test_names_lose_their_stage_before_their_microbatch_and_never_half_a_number() -> None:
+def test_names_have_their_stage_where_it_cannot_run_into_another_name_and_never_half_a_number() -> None:
     actions = [Action(stage, Kind.F, microbatch) for microbatch in range(12) for stage in (0, 1)]
     actions += [Action(stage, Kind.B, microbatch) for microbatch in range(12) for stage in (1, 0)]
-    program = Program("two", 12, (0, 0), (tuple(actions),))
-    line = rows(terminal(simulate(program, forward=1.0, backward=1.0), width=110))[0]
-    cells = re.findall(r"[FB][0-9]*─*|[01][FB][0-9]+─*", line[10:])
-    assert {cell.rstrip("─") for cell in cells} == {
-        *(f"F{n}" for n in range(10)),
-        *(f"B{n}" for n in range(10)),
-        "F",
-        "B",
-    }
+    timeline = simulate(Program("two", 12, (0, 0), (tuple(actions),)), forward=1.0, backward=1.0)
+
+    def cells(columns: int) -> list[str]:
+        (line,) = rows(terminal(timeline, width=10 + 48 * columns))
+        return [line[10 + start : 10 + start + columns].rstrip("─ ") for start in range(0, 48 * columns, columns)]
+
+    assert cells(5) == list(map(str, actions))  # the grid
+    short = [f"{action.kind.label}{action.microbatch}" for action in actions]
+    assert cells(3) == short
+    assert cells(2) == [name if len(name) == 2 else name[0] for name in short]
+    assert cells(1) == [name[0] for name in short]
+    uneven = simulate(timeline.program, forward=1.0, backward=1.5)
+    assert "0F0─" in rows(terminal(uneven, width=10 + 300))[0]
 
 
 @given(

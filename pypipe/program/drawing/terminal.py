@@ -156,6 +156,7 @@ class _Scaled:
     def lines(self, panel: Panel) -> Iterator[str]:
         yield self._axis(panel).rstrip()
         program, shades = panel.timeline.program, _shades(panel.timeline.program)
+        full = self._has_room_for_stages(panel)
         for rank, events in enumerate(panel.timeline.ranks):
             line = f"{row_name(program, rank)}:".ljust(self._margin)
             for shown, columns in groupby(self._columns(events)):
@@ -163,9 +164,17 @@ class _Scaled:
                 if not isinstance(shown, Event):
                     line += shown * size
                     continue
-                text = _fitted(program, shown, size)
+                text = _fitted(program, shown, size, full)
                 line += _painted(text, shown.action.kind, _shade(shown, shades)) if self._colour else text
             yield line
+
+    def _has_room_for_stages(self, panel: Panel) -> bool:
+        """Whether every action's full name fits, and a sign after it: a stage must not run into what is before it."""
+        return all(
+            len(short_label(panel.timeline.program, action)) < int((end - start) * self._per_time)
+            for events in panel.timeline.ranks
+            for action, start, end in events
+        )
 
     def _axis(self, panel: Panel) -> str:
         line = "t:".ljust(self._margin)
@@ -202,10 +211,12 @@ class _Scaled:
                 yield event
 
 
-def _fitted(program: Program, event: Event, size: int) -> str:
+def _fitted(program: Program, event: Event, size: int, full: bool) -> str:
     """As much of an event's name as tells no lie in `size` columns: never a part of a number."""
     action = event.action
-    names = (short_label(program, action), f"{action.kind.label}{action.microbatch}", action.kind.label)
+    names = [f"{action.kind.label}{action.microbatch}", action.kind.label]
+    if full:
+        names.insert(0, short_label(program, action))
     return next(name for name in names if len(name) <= size or name == names[-1]).ljust(size, _GOES_ON)
 
 
