@@ -74,10 +74,14 @@ def test_a_message_is_there_only_when_its_whole_group_has_ended() -> None:
 
 
 def test_outputs_and_gradients_in_one_direction_share_one_order() -> None:
-    # Two ranks in a loop: rank 0 sends rank 1 outputs, and gradients of stage 2, which is posted early otherwise.
-    program = build("looped_bfs", 2, 2)
-    verify(lower(program, single_communicator=True), single_communicator=True)
-    early = lower(program)
-    verify(early)
+    # Two ranks in a loop: rank 0 sends rank 1 the outputs of stage 2, and then gradients of stage 2.
+    lowered = lower(build("looped_bfs", 2, 2), single_communicator=True)
+    verify(lowered, single_communicator=True)
+    actions = list(lowered.ranks[1])
+    gradient = next(action for action in actions if action.kind is Kind.RECV_B)
+    actions.remove(gradient)
+    actions.insert(actions.index(Action(3, Kind.RECV_F, 1)), gradient)
+    swapped = Program("swapped", 2, lowered.placement, (lowered.ranks[0], tuple(actions)))
+    verify(swapped)  # two links, each in order
     with pytest.raises(ProgramError, match="on their one communicator, disagree on order: this is sent where"):
-        verify(early, single_communicator=True)
+        verify(swapped, single_communicator=True)
