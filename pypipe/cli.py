@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -134,6 +134,39 @@ def show(
         raise _BadInput(str(error)) from error
     # Without a stop at bytes that are colours: whether there are any is decided already.
     click.echo(views.picture(panels), color=True)
+
+
+@main.command()
+@click.option("-p", "--ranks", type=int, required=True, help="P, the number of ranks.")
+@click.option("-m", "--microbatches", type=int, required=True, help="M, the number of microbatches.")
+@click.option("-v", "--stages-per-rank", type=int, help="Stages on each rank, for schedules that let one choose.")
+@click.option("--tf", default="1", help="Time of one rank's forward of one microbatch; or P times, as 1,1,2,1.")
+@click.option("--tb", default="1", help="The same for the backward's input half, I.")
+@click.option("--tw", default="1", help="The same for its weight half, W; a whole backward takes both.")
+@click.option("--tc", default="0", help="Latency of a transfer from rank to rank.")
+@click.option("--unit", help="Unit of the times: us, ms or s.")
+@click.option("--memory", type=float, help="Most activations of one microbatch that a rank may keep.")
+@click.option("--batch", type=int, help="Sequences a step; with --sequence and --hidden, for the bytes over the cuts.")
+@click.option("--sequence", type=int, help="Tokens a sequence.")
+@click.option("--hidden", type=int, help="Size of the vector that each token sends over a cut.")
+@click.option("--dtype", help="Its dtype, such as bf16 or float32.  [default: bf16]")
+@click.option("--bandwidth", type=float, help="GB/s of a link: then a transfer also takes its bytes' time.")
+@click.option("--search/--no-search", default=True, help="Search for a program made to measure: the row auto.")
+@click.option("--json", "as_json", is_flag=True, help="Print the table as one JSON object, nothing else.")
+def plan(tf: str, tb: str, tw: str, tc: str, search: bool, as_json: bool, **options: Any) -> None:
+    """Compare all schedules for a number of ranks, measured times and memory.
+
+    Every schedule is built, verified and simulated, and one is searched for; the best that fits is marked. Times and
+    activations (A) are a rank's whole share of the model for one microbatch.
+    """
+    from pypipe import plan as planning
+
+    try:
+        request = planning.request_from(times={"tf": tf, "tb": tb, "tw": tw, "tc": tc}, **options)
+        text = planning.run(request, as_json=as_json, search=search)
+    except ValueError as error:
+        raise _BadInput(str(error)) from error
+    click.echo(text, color=True)
 
 
 def _summary(result: Result) -> str:

@@ -1,0 +1,251 @@
+"""What `pypipe plan` prints: schedules side by side, as a table that fits the terminal, or as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+from pypipe.planning import Comparison, PlanError, Request, Row, Traffic, advise, compare
+
+_WIDTH_OF_A_FILE = 120
+_BAD_WITHOUT = "give it with --batch, --sequence and --hidden"
+
+
+def request_from(
+    *,
+    ranks: int,
+    microbatches: int,
+    stages_per_rank: int | None,
+    times: dict[str, str],
+    memory: float | None,
+    unit: str | None,
+    batch: int | None,
+    sequence: int | None,
+    hidden: int | None,
+    dtype: str | None,
+    bandwidth: float | None,
+) -> Request:
+    """What the options say.
+
+    Args:
+        times: the texts of --tf, --tb, --tw and --tc, by these names without dashes.
+
+    Raises:
+        PlanError: they say what cannot be.
+    """
+    shape = {"--batch": batch, "--sequence": sequence, "--hidden": hidden}
+    missing = [option for option, value in shape.items() if value is None]
+    traffic = None
+    if len(missing) < len(shape):
+        if missing:
+            raise PlanError(f"{' and '.join(missing)}: missing; bytes need --batch, --sequence and --hidden together")
+        assert batch is not None
+        assert sequence is not None
+        assert hidden is not None
+        traffic = Traffic(batch, sequence, hidden, dtype or "bf16", bandwidth)
+    elif dtype is not None or bandwidth is not None:
+        raise PlanError(f"{'--dtype' if dtype is not None else '--bandwidth'} says nothing alone: {_BAD_WITHOUT}")
+    hops = _numbers("--tc", times["tc"])
+    if len(hops) != 1:
+        raise PlanError(f"--tc has {len(hops)} times: give one number")
+    return Request(
+        n_ranks=ranks,
+        n_microbatches=microbatches,
+        forward=_numbers("--tf", times["tf"]),
+        input_backward=_numbers("--tb", times["tb"]),
+        weight_backward=_numbers("--tw", times["tw"]),
+        hop=hops[0],
+        stages_per_rank=stages_per_rank,
+        memory=memory,
+        unit=unit,
+        traffic=traffic,
+    )
+
+
+def run(request: Request, *, as_json: bool, search: bool) -> str:
+    """Compares, and says what is to be printed."""
+    errors = Console(stderr=True)
+    if as_json or not errors.is_terminal:
+        return show(compare(request, search=search), as_json)
+    with errors.status("") as status:
+        comparison = compare(request, search=search, progress=lambda name: status.update(f"{name} ..."))
+    return show(comparison, as_json)
+
+
+def show(comparison: Comparison, as_json: bool) -> str:
+    """A comparison as text for the terminal that is there, or as JSON."""
+    if as_json:
+        return json.dumps(_data(comparison))
+    narrow = sys.stdout.isatty() or "COLUMNS" in os.environ
+    console = Console(width=None if narrow else _WIDTH_OF_A_FILE)
+    with console.capture() as capture:
+        _print(console, comparison)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def _data(comparison: Comparison) -> dict[str, Any]:
+    request, best = comparison.request, comparison.best
+    data: dict[str, Any] = {
+        "schedules": [_row_data(row, request) for row in comparison.rows],
+        "best": None if best is None else best.name,
+        "unavailable": [{"name": name, "reason": reason} for name, reason in comparison.unavailable],
+        "advice": advise(comparison),
+    }
+    if request.traffic is not None:
+        cuts = request.n_ranks - 1
+        data["traffic"] = {
+            "bytes_per_cut_and_direction": request.traffic.cut_bytes,
+            "cuts": cuts,
+            "bytes_per_step": request.traffic.step_bytes(cuts),
+        }
+    return data
+
+
+def _row_data(row: Row, request: Request) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        "name": row.name,
+        "step_time": row.step_time,
+        "bubble_ratio": row.bubble_ratio,
+        "bubble_ratio_by_span": row.bubble_ratio_by_span,
+        "peak_activations": list(row.peak_activations),
+        "transfers": row.transfers,
+        "verified": row.verified,
+        "stages_per_rank": row.stages_per_rank,
+        "copies": row.copies,
+        "exposed_transfer": list(row.exposed_transfer),
+        "fits": row.fits,
+        "best": row.is_best,
+    }
+    if request.traffic is not None:
+        data["bytes"] = row.transfers * request.message_bytes
+    return data
+
+
+def _print(console: Console, comparison: Comparison) -> None:
+    request, best = comparison.request, comparison.best
+    unit = _unit(request)
+    console.print(
+        f"P = {request.n_ranks}, M = {request.n_microbatches}; a rank computes {_number(request.work)}{unit} a step"
+        + ("" if request.memory is None else f"; memory for {request.memory:g} A"),
+        highlight=False,
+    )
+    console.print()
+    console.print(_table(console, comparison))
+    if best is not None:
+        cap = "" if request.memory is None else f" within {request.memory:g} A"
+        console.print(f"* the shortest step{cap}: {best.name}", highlight=False)
+    if not all(row.fits for row in comparison.rows):
+        console.print(f"! more than {request.memory:g} A on some rank", highlight=False)
+    for name, reason in comparison.unavailable:
+        console.print(f"- {name} cannot be built: {reason}", highlight=False, markup=False)
+    for row in comparison.rows:
+        if row.problem:
+            console.print(f"- {row.name} is not sound: {row.problem}", highlight=False, markup=False)
+    if request.traffic is not None:
+        console.print()
+        console.print(_traffic(request, request.traffic), highlight=False)
+    for sentence in advise(comparison):
+        console.print()
+        console.print(sentence, highlight=False, markup=False)
+
+
+def _traffic(request: Request, traffic: Traffic) -> str:
+    cuts = request.n_ranks - 1
+    text = f"A cut carries {_size(traffic.cut_bytes)} a step in each direction ({traffic.batch} x {traffic.sequence} x "
+    text += f"{traffic.hidden} in {traffic.dtype}); {cuts} {'cut' if cuts == 1 else 'cuts'} of one stage a rank, "
+    text += f"{_size(traffic.step_bytes(cuts))} a step."
+    if traffic.bandwidth is not None:
+        time = request.message_bytes / request.bandwidth
+        text += f" A message of {_size(request.message_bytes)} takes {_number(time)}{_unit(request)} at "
+        text += f"{traffic.bandwidth:g} GB/s, beside the latency of {_number(request.hop)}{_unit(request)}."
+    return text
+
+
+# The columns, and which of them may go, the first first, where the terminal is too narrow for all.
+_DISPENSABLE = ("notes", "transfers", "sent", "bubble by span", "verified")
+
+
+def _table(console: Console, comparison: Comparison) -> Table:
+    dropped: list[str] = []
+    while True:
+        table = _table_without(comparison, dropped)
+        left = [column for column in _DISPENSABLE if column not in dropped]
+        if Measurement.get(console, console.options.update(max_width=1000), table).maximum <= console.width or not left:
+            return table
+        dropped.append(left[0])
+
+
+def _table_without(comparison: Comparison, dropped: Sequence[str]) -> Table:
+    request, best = comparison.request, comparison.best
+    table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="bold")
+    cells: dict[str, list[str]] = {
+        "schedule": [f"{_mark(row)} {row.name}" for row in comparison.rows],
+        "step": [f"{_number(row.step_time)}{_unit(request)}" for row in comparison.rows],
+        "bubble": [f"{row.bubble_ratio:.2%}" for row in comparison.rows],
+        "bubble by span": [f"{row.bubble_ratio_by_span:.2%}" for row in comparison.rows],
+        "peak": [f"{max(row.peak_activations):.4g} A" for row in comparison.rows],
+        "transfers": [str(row.transfers) for row in comparison.rows],
+        "verified": ["yes" if row.verified else "no" for row in comparison.rows],
+    }
+    if request.traffic is not None:
+        cells["sent"] = [_size(row.transfers * request.message_bytes) for row in comparison.rows]
+    cells["notes"] = [_notes(row, request) for row in comparison.rows]
+    shown = {name: column for name, column in cells.items() if name not in dropped}
+    for name in shown:
+        left = name in ("schedule", "verified", "notes")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    for index, row in enumerate(comparison.rows):
+        style = "bold green" if row is best else "" if row.fits and row.verified else "dim"
+        table.add_row(*(column[index] for column in shown.values()), style=style)
+    return table
+
+
+def _mark(row: Row) -> str:
+    return "*" if row.is_best else " " if row.fits and row.verified else "!"
+
+
+def _notes(row: Row, request: Request) -> str:
+    notes = []
+    if not row.fits:
+        notes.append("too much memory")
+    if not row.verified:
+        notes.append("not sound")
+    if row.copies > 1:
+        notes.append(f"{row.copies}x parameters")
+    if row.stages_per_rank > 1:
+        notes.append(f"v = {row.stages_per_rank}")
+    return ", ".join(notes)
+
+
+def _numbers(option: str, text: str) -> tuple[float, ...]:
+    numbers = []
+    for part in text.split(","):
+        try:
+            numbers.append(float(part))
+        except ValueError:
+            raise PlanError(f"{option}: {part!r} is no number: give a time, or one for each rank with commas") from None
+    return tuple(numbers)
+
+
+def _number(value: float) -> str:
+    """With commas, and with as many decimals as four digits take."""
+    decimals = max(0, 4 - len(str(int(abs(value))))) if value % 1 else 0
+    return f"{value:,.{decimals}f}"
+
+
+def _unit(request: Request) -> str:
+    return "" if request.unit is None else f" {request.unit}"
+
+
+def _size(n_bytes: float) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n_bytes >= size:
+            return f"{n_bytes / size:.3g} {unit}"
+    return f"{n_bytes:.3g} B"

@@ -1,0 +1,208 @@
+"""The comparison: every schedule, built, verified and simulated for one request."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from pypipe.program import Program, ProgramError, Timeline, lower, simulate, verify
+from pypipe.program.catalog import catalog
+from pypipe.program.costs import costs_of
+from pypipe.program.search.candidates import Candidate, Stages, candidates, choose
+
+from .request import PlanError, Request
+
+_FIRST_LOOK = 150_000  # actions that the search lists for each placement at first
+_SECOND_LOOK = 1_000_000  # and for each of the most promising
+
+
+@dataclass(frozen=True)
+class Row:
+    """One schedule's figures.
+
+    Args:
+        name: its name.
+        step_time: from the start of the step to the end of the last action.
+        bubble_ratio: the ranks' idle share of ranks x step time.
+        bubble_ratio_by_span: 1 - work / the longest time from a rank's first start to its last end.
+        peak_activations: for each rank, the most that it keeps alive, in activations of one microbatch on one rank.
+        transfers: messages from rank to rank in a step.
+        verified: whether the verifier accepts it.
+        stages_per_rank: stages of one copy of the model on each rank.
+        copies: of the model's parameters: 2 for a bidirectional schedule.
+        exposed_transfer: for each rank, the time that it waits for messages on their way.
+        fits: whether the peaks are within the memory of the request.
+        problem: why it is not verified, in one line; empty where it is.
+        is_best: the shortest step that fits and is verified.
+    """
+
+    name: str
+    step_time: float
+    bubble_ratio: float
+    bubble_ratio_by_span: float
+    peak_activations: tuple[float, ...]
+    transfers: int
+    verified: bool
+    stages_per_rank: int
+    copies: int
+    exposed_transfer: tuple[float, ...]
+    fits: bool
+    problem: str = ""
+    is_best: bool = False
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All schedules for one request.
+
+    Args:
+        request: what was asked for.
+        rows: the shortest step first; those that do not fit into memory, or are not verified, after the others.
+        unavailable: the schedules that cannot be built for these numbers, and why.
+    """
+
+    request: Request
+    rows: tuple[Row, ...]
+    unavailable: tuple[tuple[str, str], ...]
+
+    @property
+    def best(self) -> Row | None:
+        """The row that is marked, or None where nothing fits."""
+        return next((row for row in self.rows if row.is_best), None)
+
+
+def compare(
+    request: Request, *, search: bool = True, progress: Callable[[str], None] = lambda name: None
+) -> Comparison:
+    """Build, verify and simulate every registered schedule, and search for a better one.
+
+    Args:
+        request: what to compare for.
+        search: whether to look for a program made to measure, the row `auto`. It is no worse than any other that
+            fits, in step time, since the search begins at those.
+        progress: is told the name of each schedule when its turn comes.
+    """
+    rows: list[Row] = []
+    unavailable: list[tuple[str, str]] = []
+    sound: list[Program] = []
+    for name, program in catalog(request.n_ranks, request.n_microbatches, request.stages_per_rank):
+        progress(name)
+        if isinstance(program, str):
+            unavailable.append((name, " ".join(program.split())))
+            continue
+        try:
+            row = _row(name, program, request)
+        except ProgramError as error:
+            unavailable.append((name, str(error).splitlines()[0]))
+            continue
+        rows.append(row)
+        if row.verified:
+            sound.append(program)
+    if search:
+        progress("auto")
+        try:
+            rows.append(_row("auto", _search(request, sound), request))
+        except PlanError as error:
+            unavailable.append(("auto", str(error)))
+    rows.sort(key=_rank_of)
+    if rows and rows[0].fits and rows[0].verified:
+        rows[0] = replace(rows[0], is_best=True)
+    return Comparison(request, tuple(rows), tuple(unavailable))
+
+
+def _rank_of(row: Row) -> tuple[bool, bool, float, float, float, bool]:
+    span = row.bubble_ratio_by_span
+    return not row.verified, not row.fits, row.step_time, span, max(row.peak_activations), row.name == "auto"
+
+
+def _row(name: str, program: Program, request: Request) -> Row:
+    timeline = _simulated(program, request)
+    lowered, problem = None, ""
+    try:
+        lowered = verify(lower(program)).program
+    except ProgramError as error:
+        problem = str(error).splitlines()[0]
+    share = request.by_stage(program, (1.0,))
+    peaks = tuple(int(peak) if peak == int(peak) else peak for peak in timeline.peak_memory(share))
+    return Row(
+        name=name,
+        step_time=timeline.step_time,
+        bubble_ratio=timeline.bubble_ratio,
+        bubble_ratio_by_span=timeline.bubble_ratio_by_span,
+        peak_activations=peaks,
+        transfers=_count_transfers(program),
+        verified=lowered is not None,
+        stages_per_rank=len(program.chains[0].stages) // request.n_ranks,
+        copies=len(program.chains),
+        exposed_transfer=timeline.exposed_transfer,
+        fits=request.memory is None or max(peaks) <= request.memory * (1 + 1e-9),
+        problem=problem,
+    )
+
+
+def _count_transfers(program: Program) -> int:
+    """Messages between ranks: one forward and one back for each microbatch and each cut between ranks."""
+    count = 0
+    for stage in range(program.n_stages):
+        after = program.next_stage(stage)
+        if after is not None and program.placement[after] != program.placement[stage]:
+            count += 2 * len(program.microbatches_of(stage))
+    return count
+
+
+def _simulated(program: Program, request: Request) -> Timeline:
+    return simulate(
+        program,
+        forward=request.by_stage(program, request.forward),
+        input_backward=request.by_stage(program, request.input_backward),
+        weight_backward=request.by_stage(program, request.weight_backward),
+        hop=request.hop,
+        message_bytes=request.message_bytes,
+        bandwidth=request.bandwidth,
+        busy_links=True,
+    )
+
+
+def _search(request: Request, sound: Sequence[Program]) -> Program:
+    """The best program for any of the placements that the schedules have."""
+    shapes: dict[object, list[Program]] = {}
+    for program in sound:
+        shapes.setdefault((program.placement, program.chains), []).append(program)
+    found: list[tuple[float, Stages, list[Program], list[Candidate]]] = []
+    for fixed in shapes.values():
+        stages = _stages(fixed[0], request)
+        if not _has_room(stages):
+            continue
+        first = candidates(stages, fixed, _FIRST_LOOK)
+        found.append((min(each.step_time + each.span for each in first), stages, fixed, first))
+    found.sort(key=lambda each: each[0])
+    everything = [candidate for _, _, _, first in found for candidate in first]
+    for _, stages, fixed, _ in found[:2]:
+        everything += candidates(stages, fixed, _SECOND_LOOK)
+    best = choose(everything)
+    if best is None:
+        raise PlanError(f"a memory of {request.memory:g} activations does not hold what one microbatch needs")
+    return best.program
+
+
+def _stages(shape: Program, request: Request) -> Stages:
+    costs = costs_of(
+        shape,
+        forward=request.by_stage(shape, request.forward),
+        input_backward=request.by_stage(shape, request.input_backward),
+        weight_backward=request.by_stage(shape, request.weight_backward),
+        hop=request.hop,
+        message_bytes=request.message_bytes,
+        bandwidth=request.bandwidth,
+    )
+    memory = math.inf if request.memory is None else request.memory
+    return Stages(shape, costs, request.by_stage(shape, (1.0,)), [memory] * request.n_ranks, busy_links=True)
+
+
+def _has_room(stages: Stages) -> bool:
+    """Whether each rank's memory holds one microbatch of each of its stages."""
+    needed = [0.0] * len(stages.memory)
+    for stage, rank in enumerate(stages.shape.placement):
+        needed[rank] += stages.activation[stage]
+    return all(least <= most * (1 + 1e-9) for least, most in zip(needed, stages.memory, strict=True))

@@ -1,0 +1,115 @@
+"""`pypipe plan`: the table, JSON, and what it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(60)
+
+SMALL = ["-p", "4", "-m", "8", "--no-search"]
+PROFILE = ["-p", "8", "-m", "24", "--tf", "18522", "--tb", "18086", "--tw", "9337", "--tc", "601"]
+
+
+def plan(*arguments: str, cwd: Path, columns: int | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
+    if columns is not None:
+        environment["COLUMNS"] = str(columns)
+    return subprocess.run(
+        [sys.executable, "-m", "pypipe", "plan", *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def test_json_has_every_schedule_s_figures_and_nothing_else_is_printed(tmp_path: Path) -> None:
+    result = plan(*PROFILE, "--memory", "16", "--json", "--no-search", cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    data = json.loads(result.stdout)
+    rows = {row["name"]: row for row in data["schedules"]}
+    assert {"gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_h2", "zbv", "dualpipe", "dualpipev"} <= set(rows)
+    for row in rows.values():
+        assert {
+            "name", "step_time", "bubble_ratio", "bubble_ratio_by_span", "peak_activations", "transfers", "verified"
+        } <= set(row)  # fmt: skip
+        assert row["verified"] is True
+        assert len(row["peak_activations"]) == 8
+    assert round(rows["1f1b"]["bubble_ratio_by_span"], 4) == 0.2431
+    assert rows["1f1b"]["peak_activations"] == [8, 7, 6, 5, 4, 3, 2, 1]
+    assert rows["1f1b"]["transfers"] == 2 * 7 * 24
+    assert not rows["gpipe"]["fits"]
+    assert data["best"] == next(row["name"] for row in data["schedules"] if row["best"])
+
+
+def test_the_search_adds_a_row_that_nothing_beats(tmp_path: Path) -> None:
+    result = plan(
+        "-p", "3", "-m", "6", "--tf", "2", "--tb", "3", "--tc", "0.25", "--memory", "3", "--json", cwd=tmp_path
+    )
+    data = json.loads(result.stdout)
+    (auto,) = [row for row in data["schedules"] if row["name"] == "auto"]
+    assert auto["fits"]
+    assert auto["step_time"] == min(row["step_time"] for row in data["schedules"] if row["fits"])
+    assert data["unavailable"][0]["name"] == "dualpipe"
+
+
+@pytest.mark.parametrize("columns", [200, 120, 80, 60, 50])
+def test_no_line_of_the_table_is_wider_than_the_terminal(columns: int, tmp_path: Path) -> None:
+    traffic = ["--batch", "8", "--sequence", "2048", "--hidden", "8192", "--bandwidth", "50", "--unit", "ms"]
+    result = plan(*SMALL, *traffic, "--memory", "5", cwd=tmp_path, columns=columns)
+    assert result.returncode == 0
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= columns
+    assert "…" not in result.stdout
+    assert "ms" in result.stdout
+    assert "\x1b" not in result.stdout
+    (best,) = [line for line in lines if line.startswith("* ") and "the shortest" not in line]
+    assert best.split()[1] in next(line for line in lines if "the shortest step" in line)
+    assert "! gpipe" in result.stdout
+
+
+def test_the_bytes_over_the_cuts_are_the_well_known_ones(tmp_path: Path) -> None:
+    result = plan(*SMALL, "--batch", "8", "--sequence", "2048", "--hidden", "8192", cwd=tmp_path)
+    text = " ".join(result.stdout.split())
+    assert "A cut carries 268 MB a step in each direction (8 x 2048 x 8192 in bf16)" in text
+    assert "3 cuts of one stage a rank, 1.61 GB a step" in text
+    assert "M = 8 is less than 4P = 16" in text
+
+
+def test_schedules_that_cannot_be_built_are_listed_with_the_reason(tmp_path: Path) -> None:
+    result = plan("-p", "3", "-m", "4", "--no-search", cwd=tmp_path)
+    assert "- dualpipe cannot be built: dualpipe needs an even number of ranks" in " ".join(result.stdout.split())
+
+
+def test_planning_imports_no_torch(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pypipe.cli import main;"
+        "main(['plan', '-p', '2', '-m', '2', '--json'], standalone_mode=False);"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        (["-p", "4", "-m", "0"], "-m is 0: give the number of microbatches"),
+        (["-p", "4", "-m", "8", "--tf", "-1"], "--tf is -1: give a time from 0 on"),
+        (["-p", "4", "-m", "8", "--tb", "nan"], "--tb is nan: give a time from 0 on"),
+        (["-p", "4", "-m", "8", "--tw", "fast"], "--tw: 'fast' is no number"),
+        (["-p", "4", "-m", "8", "--tc", "1,2"], "--tc has 2 times: give one number"),
+        (["-p", "4", "-m", "8", "-v", "0"], "-v is 0: give the number of stages on each rank"),
+        (["-p", "4", "-m", "8", "--batch", "8"], "--sequence and --hidden: missing"),
+        (["-p", "4", "-m", "8", "--bandwidth", "8"], "--bandwidth says nothing alone"),
+    ],
+)
+def test_bad_input_is_answered_by_one_line_with_the_remedy(arguments: list[str], remedy: str, tmp_path: Path) -> None:
+    result = plan(*arguments, cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 1
+    assert remedy in result.stderr
