@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pypipe.schedule import Schedule
     from pypipe.schedules import (
         Schedule1F1B,
+        ScheduleAuto,
         ScheduleDualPipe,
         ScheduleDualPipeV,
         ScheduleGPipe,
@@ -54,6 +55,7 @@ __all__ = [
     "Replicate",
     "Schedule",
     "Schedule1F1B",
+    "ScheduleAuto",
     "ScheduleDualPipe",
     "ScheduleDualPipeV",
     "ScheduleGPipe",
@@ -77,6 +79,7 @@ _HOMES = {
     "Replicate": "pypipe.runtime.microbatches",
     "Schedule": "pypipe.schedule",
     "Schedule1F1B": "pypipe.schedules",
+    "ScheduleAuto": "pypipe.schedules",
     "ScheduleDualPipe": "pypipe.schedules",
     "ScheduleDualPipeV": "pypipe.schedules",
     "ScheduleGPipe": "pypipe.schedules",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +28,8 @@ class Schedule:
 
     Args:
         program: the name of a registered builder ("1f1b", "zbv", ...), which is built for as many ranks and stages as
-            there are; or a pypipe.program.Program, with or without transfers.
+            there are; or a pypipe.program.Program, with or without transfers; or the path of a CSV file of one, which
+            ends in .csv.
         stages: this rank's stages, in any order; or its only one.
         n_microbatches: M, how many microbatches a batch is cut into; any number from 1 up to the batch's length.
         loss_fn: called on the last stage as loss_fn(output, target, **loss_kwargs); returns a tensor with one element.
@@ -47,7 +49,7 @@ class Schedule:
 
     def __init__(
         self,
-        program: Program | str,
+        program: Program | str | os.PathLike[str],
         stages: Sequence[PipelineStage] | PipelineStage,
         n_microbatches: int,
         loss_fn: Callable[..., Any] | None = None,
@@ -93,11 +95,11 @@ class Schedule:
         )
         self._pipeline = Pipeline(self._settings)
 
-    def _kind(self, program: Program | str) -> str:
+    def _kind(self, program: Program | str | os.PathLike[str]) -> str:
         """What the ranks compare before they compare programs."""
         if type(self) is not Schedule:
             return type(self).__name__
-        return f"Schedule({program.name if isinstance(program, Program) else program!r})"
+        return f"Schedule({program.name if isinstance(program, Program) else os.path.basename(program)})"
 
     @property
     def program(self) -> Program:

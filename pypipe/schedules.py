@@ -17,6 +17,7 @@ from pypipe.stage import PipelineStage
 __all__ = [
     "Schedule",
     "Schedule1F1B",
+    "ScheduleAuto",
     "ScheduleDualPipe",
     "ScheduleDualPipeV",
     "ScheduleGPipe",
@@ -202,6 +203,37 @@ class ScheduleDualPipe(_Multi):
     """
 
     _name = "dualpipe"
+
+
+class ScheduleAuto(Schedule):
+    """The best program that a search finds for given times and memory (the idea is of arXiv 2401.10241, section 3.1).
+
+    With two stages on each rank, rank r holds the stages r and 2P - 1 - r, else stage s is on rank s mod P;
+    `placement` says otherwise. The times are the same on every rank, in any unit: `forward`, `input_backward`,
+    `weight_backward`, `hop` and more, of all stages or of each; `memory` limits the activations that a rank keeps. See
+    `pypipe.program.auto`, which takes them all; `pypipe plan` compares what it finds with the other schedules.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage] | PipelineStage,
+        n_microbatches: int,
+        loss_fn: Callable[..., Any] | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        *,
+        timeout: float | datetime.timedelta = 600.0,
+        **times: Any,
+    ) -> None:
+        specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
+        given = stages if isinstance(stages, Sequence) else [stages]
+        if "placement" not in times and given and isinstance(given[0], PipelineStage):
+            ranks = range(given[0].world.size)
+            if given[0].num_stages == 2 * len(ranks):
+                times["placement"] = [*ranks, *reversed(ranks)]
+        super().__init__("auto", stages, n_microbatches, loss_fn, *specs, scale_grads, timeout=timeout, **times)
 
 
 def _complete_docstrings() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import os
 from dataclasses import dataclass
 from typing import Any
 
-from pypipe.program import Kind, Program, Verified, build, find_builder, lower, verify
+from pypipe.program import Kind, Program, Verified, build, find_builder, load_csv, lower, verify
 
 __all__ = ["Fitted", "fit"]
 
@@ -31,7 +32,7 @@ class Fitted:
 
 
 def fit(
-    wanted: Program | str,
+    wanted: Program | str | os.PathLike[str],
     n_ranks: int,
     num_stages: int,
     n_microbatches: int,
@@ -42,7 +43,8 @@ def fit(
     """Builds, lowers and verifies.
 
     Args:
-        wanted: a program, with or without transfers, or the name of a registered builder.
+        wanted: a program, with or without transfers; or a CSV file of one (a path, or a name that ends in .csv); or
+            the name of a registered builder.
         n_ranks: P.
         num_stages: S, the pieces that the model is cut into.
         n_microbatches: M.
@@ -52,10 +54,17 @@ def fit(
     Raises:
         ValueError: M, a name or an option cannot work; a ProgramError, which is one, where the program is faulty.
     """
+    if isinstance(wanted, os.PathLike) or (isinstance(wanted, str) and wanted.endswith(".csv")):
+        try:
+            wanted = load_csv(wanted)
+        except OSError as error:
+            raise ValueError(f"a program cannot be read: {error}") from error
     if isinstance(wanted, Program):
         if options:
             raise ValueError(f"{', '.join(options)}: options are for builders, and this program is built already")
         program = wanted
+    elif not isinstance(wanted, str):
+        raise ValueError(f"a {type(wanted).__name__} is no program: give a Program, a builder's name or a CSV file")
     else:
         built = _build(wanted, n_ranks, num_stages, n_microbatches, options)
         if isinstance(built, str):

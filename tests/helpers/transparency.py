@@ -17,7 +17,7 @@ TOLERANCE = 1e-12
 
 # Where each schedule has the model's pieces: one on each rank, looped, in a V, or two copies in opposite directions.
 SINGLE = ["ScheduleGPipe", "Schedule1F1B", "ScheduleZBH1", "ScheduleZBH2"]
-LOOPED = ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS"]
+LOOPED = ["ScheduleAuto", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS"]
 V_SHAPED = ["ScheduleZBVZeroBubble", "ScheduleVHalf", "ScheduleVMin", "ScheduleDualPipeV"]
 BIDIRECTIONAL = ["ScheduleDualPipe"]
 
@@ -42,7 +42,7 @@ def count_stages(name: str, size: int) -> int:
 def pieces_of(name: str, rank: int, size: int) -> list[int]:
     """Which pieces a rank holds."""
     kind, count = name.partition(" ")[0], count_stages(name, size)
-    if kind in V_SHAPED:
+    if kind in V_SHAPED or name == "ScheduleAuto v=2":
         return [rank, count - 1 - rank]
     if kind in BIDIRECTIONAL:
         return [rank, size - 1 - rank]
@@ -72,6 +72,8 @@ def build(
     if program is not None:
         return Pipelined(pypipe.Schedule(program, stages, n_microbatches, **options), held)
     given = stages[0] if kind in SINGLE else stages
+    if kind == "ScheduleAuto":
+        options |= {"forward": 1.0, "input_backward": 1.25, "weight_backward": 0.75, "hop": 0.1, "effort": 0.05}
     return Pipelined(getattr(pypipe, kind)(given, n_microbatches=n_microbatches, **options), held)
 
 
