@@ -236,7 +236,7 @@ class _WeightCaller:
         """Appends the weight edges and their gradients to `roots` and `gradients`."""
         device = next(gradient.device.type for _, arrived, _ in calls for gradient in arrived if gradient is not None)
         ends = [self._anchor, *(GradientEdge(child, output) for _, _, found in calls for _, child, output in found)]
-        self._pending.append(partial(_call, calls, roots, gradients))
+        self._pending[:] = [partial(_call, calls, roots, gradients)]
         with as_recorded(device):
             run_backward((self._root,), (self._zero,), ends=ends, keep_graph=True)
 
@@ -249,10 +249,15 @@ def _call(calls: list[_Call], roots: list[GradientEdge], gradients: list[Tensor]
         if not isinstance(results, tuple):
             results = (results,)
         for position, child, output in found:
-            if results[position] is not None:
-                roots.append(GradientEdge(child, output))
-                gradients.append(results[position])
-        del results, arrived
+            gradient = results[position]
+            if gradient is None:
+                continue
+            shape = child._input_metadata[output].shape
+            if gradient.shape != shape:  # the engine would do so as well, but after all of them are there
+                gradient = gradient.sum_to_size(shape)
+            roots.append(GradientEdge(child, output))
+            gradients.append(gradient)
+        del results, arrived, gradient
         drop_saved(node)
 
 

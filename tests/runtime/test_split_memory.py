@@ -103,6 +103,30 @@ def test_nothing_is_left(name):
     assert peak <= measured(module, split=False)[3] + waiting // 2
 
 
+class Scale(nn.Module):
+    """Its weight's gradient is a sum over an activation-sized product."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def test_the_weight_half_needs_little_room():
+    layers = 6
+    module = nn.Sequential(*(Scale() for _ in range(layers))).double()
+    x = torch.randn(ROWS, WIDTH, dtype=torch.float64, requires_grad=True)
+    live = Live()
+    with live:
+        y = module(x)
+        work = SplitBackward("stage 0").begin([y], [torch.ones_like(y)], [x])
+        waiting, live.peak = live.now(), 0
+        work.run()
+    assert live.peak <= waiting + 2 * UNIT
+
+
 def test_outputs_that_somebody_keeps_do_not_keep_the_graph():
     module = nn.Sequential(*(Layer() for _ in range(3))).double()
     x = torch.randn(ROWS, WIDTH, dtype=torch.float64, requires_grad=True)
