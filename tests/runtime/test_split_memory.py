@@ -103,24 +103,13 @@ def test_nothing_is_left(name):
     assert peak <= measured(module, split=False)[3] + waiting // 2
 
 
-class Scale(nn.Module):
-    """Its weight's gradient is a sum over an activation-sized product."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x):
-        return x * self.weight
-
-
 def test_the_weight_half_needs_little_room():
-    layers = 6
-    module = nn.Sequential(*(Scale() for _ in range(layers))).double()
+    # Each weight's gradient is a sum over a product as large as the activation: one of these at a time.
+    weights = [nn.Parameter(torch.ones(WIDTH, dtype=torch.float64)) for _ in range(6)]
     x = torch.randn(ROWS, WIDTH, dtype=torch.float64, requires_grad=True)
     live = Live()
     with live:
-        y = module(x)
+        y = sum(x * weight for weight in weights)
         work = SplitBackward("stage 0").begin([y], [torch.ones_like(y)], [x])
         waiting, live.peak = live.now(), 0
         work.run()
