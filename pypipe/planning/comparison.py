@@ -15,6 +15,7 @@ from .request import PlanError, Request
 
 _FIRST_LOOK = 150_000  # actions that the search lists for each placement at first
 _SECOND_LOOK = 1_000_000  # and for each of the most promising
+_BIG = 40_000  # a placement with more actions gets no first look: its fixed schedules say how promising it is
 
 
 @dataclass(frozen=True)
@@ -174,8 +175,10 @@ def _search(request: Request, sound: Sequence[Program]) -> Program:
         stages = _stages(fixed[0], request)
         if not _has_room(stages):
             continue
-        first = candidates(stages, fixed, _FIRST_LOOK)
-        found.append((min(each.step_time + each.span for each in first), stages, fixed, first))
+        is_big = sum(map(len, fixed[0].ranks)) > _BIG
+        first = candidates(stages, fixed, 0 if is_big else _FIRST_LOOK)
+        promise = min((each.step_time + each.span for each in first), default=math.inf)
+        found.append((promise, stages, fixed, first))
     found.sort(key=lambda each: each[0])
     everything = [candidate for _, _, _, first in found for candidate in first]
     for _, stages, fixed, _ in found[:2]:

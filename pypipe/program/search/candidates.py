@@ -63,7 +63,7 @@ def candidates(stages: Stages, fixed: Iterable[Program], n_actions: int = N_ACTI
     Args:
         stages: the stages; each rank's memory holds one microbatch of each of its stages.
         fixed: programs with the same placement and chains, each of which `verify` accepts once it is lowered.
-        n_actions: how much to search.
+        n_actions: how much to search; 0 for not at all.
     """
     fitting = [
         program
@@ -73,6 +73,8 @@ def candidates(stages: Stages, fixed: Iterable[Program], n_actions: int = N_ACTI
             for peak, most in zip(peak_memory(program, stages.activation), stages.memory, strict=True)
         )
     ]
+    if not n_actions:
+        return [_rated(stages, program, True) for program in fitting]
     setting = make_setting(stages.shape, stages.costs, stages.activation, stages.memory)
     found = search(setting, n_actions, [setting.lists(program) for program in fitting])
     programs = [setting.program("auto", scheduled.lists) for scheduled in found]

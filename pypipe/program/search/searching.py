@@ -25,12 +25,14 @@ def search(setting: Setting, n_actions: int, starts: Iterable[Lists] = ()) -> li
 
     Args:
         setting: the problem.
-        n_actions: how much to try: the actions of all the lists that are made.
+        n_actions: how much to try: the actions of all the lists that are made; 8 lists at least.
         starts: lists that fit into memory, such as those of known schedules, to which moves may be made too.
     """
     searching = _Search(setting, n_actions)
+    known = list(filter(None, (time_lists(setting, lists) for lists in starts)))
+    if any(scheduled.score <= searching.shortest for scheduled in known):
+        return sorted(known, key=lambda scheduled: scheduled.score)
     searching.run()
-    known = filter(None, (time_lists(setting, lists) for lists in starts))
     pool = sorted([*searching.found.values(), *known], key=lambda scheduled: scheduled.score)[:_STARTS]
     n_moves = 0 if searching.is_done else min(_MOST_TRIES, n_actions // searching.size) // 2
     # A move costs about a third of a list: it only adds up times.
