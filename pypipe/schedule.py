@@ -14,7 +14,7 @@ from pypipe.runtime.batch import ChunkSpecs
 from pypipe.runtime.fitting import Fitted, fit
 from pypipe.runtime.pipeline import Call, Pipeline, Settings
 from pypipe.runtime.rendezvous import refuse
-from pypipe.runtime.world import World
+from pypipe.runtime.world import World, find_world
 from pypipe.stage import PipelineStage
 
 __all__ = ["Schedule"]
@@ -80,7 +80,7 @@ class Schedule:
             except ValueError as error:
                 problem = str(error)
         if problem is not None:
-            _refuse(world, f"rank {world.rank}, stage{'s' * (len(given) > 1)} {indices}: {problem}")
+            raise _refused(world, f"rank {world.rank}, stage{'s' * (len(given) > 1)} {indices}: {problem}")
         self._settings = Settings(
             world=world,
             device=given[0].device,
@@ -185,17 +185,21 @@ class Schedule:
 
 def _listed(stages: Any) -> list[PipelineStage]:
     given = [stages] if isinstance(stages, PipelineStage) else list(stages) if isinstance(stages, Sequence) else None
-    if not given or not all(isinstance(stage, PipelineStage) for stage in given):
-        what = "an empty list" if given == [] else f"a {type(stages).__name__}"
-        if given:
-            what = "a list with a " + next(type(stage).__name__ for stage in given if type(stage) is not PipelineStage)
-        raise ConfigurationError(f"a schedule takes this rank's PipelineStage objects, not {what}")
-    return given
+    right = [stage for stage in given or [] if isinstance(stage, PipelineStage)]
+    if given and len(right) == len(given):
+        return right
+    what = f"a {type(stages).__name__}"
+    if given is not None:
+        wrong = [type(stage).__name__ for stage in given if not isinstance(stage, PipelineStage)]
+        what = f"a list with a {wrong[0]}" if wrong else "an empty list"
+    world = right[0].world if right else find_world()
+    raise _refused(world, f"rank {world.rank}: a schedule takes this rank's PipelineStage objects, not {what}")
 
 
-def _refuse(world: World, problem: str) -> None:
+def _refused(world: World, problem: str) -> ConfigurationError:
+    """Tells the other ranks, and returns this rank's error."""
     refuse(world, problem)
-    raise ConfigurationError(problem)
+    return ConfigurationError(problem)
 
 
 def _problem(given: Sequence[PipelineStage], count: Any, loss: Any, seconds: float) -> str | None:

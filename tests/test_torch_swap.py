@@ -42,11 +42,18 @@ def test_a_file_whose_import_is_swapped_computes_what_it_did(ranks: RankPool) ->
     _check(ranks, 3, "text_with_its_import_swapped")
 
 
+@pytest.mark.parametrize("schedule", swap_scripts.MULTI)
+def test_a_script_of_several_stages_per_rank_computes_what_it_computes_with_torchs_classes(
+    ranks: RankPool, schedule: str
+) -> None:
+    _check(ranks, 2, "several_stages", schedule)
+
+
 # dw_builder and get_mesh are private to torch's own callers.
 LEFT_OUT = {"dw_builder", "get_mesh"}
 
 
-@pytest.mark.parametrize("name", ["PipelineStage", "ScheduleGPipe", "Schedule1F1B"])
+@pytest.mark.parametrize("name", ["PipelineStage", "ScheduleGPipe", "Schedule1F1B", *swap_scripts.MULTI])
 def test_constructors_take_torchs_arguments_in_torchs_order(name: str) -> None:
     expected = [p for p in inspect.signature(getattr(theirs, name)).parameters if p not in LEFT_OUT]
     assert list(inspect.signature(getattr(pypipe, name)).parameters)[: len(expected)] == expected

@@ -411,6 +411,38 @@ def text_with_its_import_swapped(lib: ModuleType, rank: int, size: int, group: A
     return {"losses": losses, "gradients": _gradients(module)}
 
 
+MULTI = [
+    *("ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble"),
+    *("ScheduleZBVZeroBubble", "ScheduleDualPipeV"),
+]
+
+
+def several_stages(lib: ModuleType, rank: int, size: int, group: Any, name: str) -> Results:
+    """Two stages on each rank; a keyword argument goes to both of a rank's."""
+    is_v = name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+    pieces = [rank, 2 * size - 1 - rank if is_v else rank + size]
+    modules = [_module(Scaled, piece) for piece in pieces]
+    stages = [
+        lib.PipelineStage(module, piece, 2 * size, CPU, group=group)
+        for module, piece in zip(modules, pieces, strict=True)
+    ]
+    schedule = getattr(lib, name)(stages, M, loss_fn=functional.mse_loss, scale_grads=True)
+    optimizer = torch.optim.Adam([p for module in modules for p in module.parameters()], lr=0.01)
+    found: Results = {}
+    for number in range(2):
+        losses: list[Tensor] = []
+        args = (_data(number, ROWS, WIDTH),) if any(stage.is_first for stage in stages) else ()
+        has_last = any(stage.is_last for stage in stages)
+        more = {"target": _data(10 + number, ROWS, WIDTH), "losses": losses} if has_last else {}
+        output = schedule.step(*args, **more, scale=_data(20 + rank, ROWS, WIDTH))
+        found[f"output {number}"] = output if has_last else None
+        found[f"losses {number}"] = torch.stack(losses) if has_last else None
+        found[f"gradients {number}"] = [_gradients(module) for module in modules]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
 def _shape(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
