@@ -117,6 +117,24 @@ def test_gpipe_needs_m_forward_slots_and_one_gradient_slot(n_ranks: int) -> None
         assert verified.peak_activations == (n_microbatches,) * n_ranks
 
 
+@pytest.mark.parametrize(("n_ranks", "n_microbatches"), [(2, 3), (2, 4), (4, 8), (4, 16), (8, 32)])
+def test_looped_bfs_keeps_the_gradients_that_reach_the_last_rank_before_it_can_take_them(
+    n_ranks: int, n_microbatches: int
+) -> None:
+    # Rank 0 returns gradients of its second stage while the last rank is still at its own second stage. With
+    # one slot each rank would wait in a SEND.
+    verified = verify(lower(build("looped_bfs", n_ranks, n_microbatches)))
+    turn = Channel(Kind.B, n_ranks, n_ranks - 1)
+    assert verified.slots[turn] == max(1, n_microbatches - 2 * (n_ranks - 1))
+    assert all(count == 1 for channel, count in verified.slots.items() if channel.kind is Kind.B and channel != turn)
+
+
+def test_zb_h2_sends_one_activation_ahead_of_those_in_use() -> None:
+    verified = verify(lower(build("zb_h2", 4, 8)))
+    assert [verified.slots[Channel(Kind.F, rank - 1, rank)] for rank in (1, 2, 3)] == [8, 8, 8]
+    assert verified.peak_activations == (7, 7, 7, 7)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("n_ranks", range(1, 9))
 def test_evaluation_needs_one_slot_and_one_activation_whatever_the_schedule(name: str, n_ranks: int) -> None:
