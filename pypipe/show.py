@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pypipe.program import Program, build, builder_names, find_builder, loads_csv, lower, simulate, verify
 from pypipe.program.drawing import Panel, chrome_trace, html, read_chrome_trace, splits_backward, svg, terminal
@@ -45,19 +46,28 @@ class Times:
             ShowError: a time is no number from 0 on, or there is not one for each stage.
             ProgramError: the program cannot be simulated.
         """
-        forward = _numbers("--tf", self.forward or "1", program)
-        half = _numbers("--tb", self.backward or "1", program)
-        default = half if splits_backward(program) else [0.0] * len(half)
-        weight = default if self.weight is None else _numbers("--tw", self.weight, program)
-        timeline = simulate(
-            program,
-            forward=forward,
-            backward=[i + w for i, w in zip(half, weight, strict=True)],
-            input_backward=half,
-            weight_backward=weight,
-            hop=_numbers("--tc", self.transfer or "0", program),
-        )
-        return Panel(timeline)
+        return Panel(simulate(program, **self.costs(program.n_stages, splits_backward(program))))
+
+    def costs(self, n_stages: int, splits: bool) -> dict[str, Any]:
+        """The arguments for `simulate`, and for a builder that makes programs to measure.
+
+        Args:
+            n_stages: S.
+            splits: whether backwards are split.
+
+        Raises:
+            ShowError: as above.
+        """
+        half = _numbers("--tb", self.backward or "1", n_stages)
+        default = half if splits else [0.0] * len(half)
+        weight = default if self.weight is None else _numbers("--tw", self.weight, n_stages)
+        return {
+            "forward": _numbers("--tf", self.forward or "1", n_stages),
+            "backward": [i + w for i, w in zip(half, weight, strict=True)],
+            "input_backward": half,
+            "weight_backward": weight,
+            "hop": _numbers("--tc", self.transfer or "0", n_stages),
+        }
 
     @property
     def given(self) -> bool:
@@ -100,7 +110,7 @@ def panels_for(
         if name in registered:
             assert ranks is not None
             assert microbatches is not None
-            panels.append(times.of(_verified(_built(name, ranks, microbatches, per_rank))))
+            panels.append(times.of(_verified(_built(name, ranks, microbatches, per_rank, times))))
         elif Path(name).suffix == ".json":
             try:
                 panels += read_chrome_trace(_text(name))
@@ -156,11 +166,13 @@ def write(panels: list[Panel], option: str, path: Path) -> None:
         raise ShowError(f"cannot write {path} ({error.strerror}): give {option} a file that can be written") from error
 
 
-def _built(name: str, ranks: int, microbatches: int, per_rank: int | None) -> Program:
-    takes = "stages_per_rank" in inspect.signature(find_builder(name)).parameters
-    program = build(
-        name, ranks, microbatches, **({"stages_per_rank": per_rank} if takes and per_rank is not None else {})
-    )
+def _built(name: str, ranks: int, microbatches: int, per_rank: int | None, times: Times) -> Program:
+    takes = inspect.signature(find_builder(name)).parameters
+    options: dict[str, Any] = {}
+    if per_rank is not None and "stages_per_rank" in takes:
+        options["stages_per_rank"] = per_rank
+    costs = times.costs(ranks * (per_rank or 1), True) if "input_backward" in takes and ranks > 0 else {}
+    program = build(name, ranks, microbatches, **options, **costs)
     here = program.n_stages // program.n_ranks
     if per_rank is not None and per_rank != here:
         stages = "1 stage" if here == 1 else f"{here} stages"
@@ -173,12 +185,10 @@ def _verified(program: Program) -> Program:
     return verify(program if has_transfers else lower(program)).program
 
 
-def _numbers(option: str, text: str, program: Program) -> list[float]:
+def _numbers(option: str, text: str, n_stages: int) -> list[float]:
     parts = text.split(",")
-    if len(parts) not in (1, program.n_stages):
-        raise ShowError(
-            f"{option} has {len(parts)} times for {program.n_stages} stages: give one number, or one a stage"
-        )
+    if len(parts) not in (1, n_stages):
+        raise ShowError(f"{option} has {len(parts)} times for {n_stages} stages: give one number, or one a stage")
     numbers = []
     for part in parts:
         try:
@@ -188,4 +198,4 @@ def _numbers(option: str, text: str, program: Program) -> list[float]:
         if not 0 <= number < math.inf:
             raise ShowError(f"{option} is {part.strip()}: give a time from 0 on")
         numbers.append(number)
-    return numbers * program.n_stages if len(numbers) == 1 else numbers
+    return numbers * n_stages if len(numbers) == 1 else numbers

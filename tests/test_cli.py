@@ -23,10 +23,10 @@ def run(*arguments: str | Path, command: list[str] = MODULE, cwd: Path) -> subpr
 def test_help_lists_every_command(tmp_path: Path) -> None:
     result = run("--help", cwd=tmp_path)
     assert result.returncode == 0
-    assert {"demo", "bench", "doctor", "show"} <= set(re.findall(r"^  (\w+)  ", result.stdout, re.MULTILINE))
+    assert {"demo", "bench", "doctor", "plan", "show"} <= set(re.findall(r"^  (\w+)  ", result.stdout, re.MULTILINE))
 
 
-@pytest.mark.parametrize("command", ["demo", "bench", "doctor"])
+@pytest.mark.parametrize("command", ["demo", "bench", "doctor", "plan"])
 def test_each_command_explains_its_options(command: str, tmp_path: Path) -> None:
     result = run(command, "--help", cwd=tmp_path)
     assert result.returncode == 0

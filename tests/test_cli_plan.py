@@ -15,7 +15,7 @@ PROFILE = ["-p", "8", "-m", "24", "--tf", "18522", "--tb", "18086", "--tw", "933
 
 
 def plan(*arguments: str, cwd: Path, columns: int | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
+    environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "FORCE_COLOR")}
     if columns is not None:
         environment["COLUMNS"] = str(columns)
     return subprocess.run(

@@ -53,6 +53,13 @@ def test_the_well_known_picture_and_the_files_of_all_views(tmp_path: Path) -> No
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
+def test_a_program_made_to_measure_is_made_for_the_times_that_are_shown(tmp_path: Path) -> None:
+    result = run("auto", "-p", "4", "-m", "6", "--tf", "3", "--tb", "4", "--tw", "2", "--tc", "0.5", cwd=tmp_path)
+    # No order is shorter: 3 hops down, 6 F and I on the last rank, 3 hops up, and a W.
+    step = 3 * 3.5 + 6 * 7 + 3 * 4.5 + 2
+    assert result.stdout.startswith(f"auto, P=4, M=6, F 3, I 4, W 2: step {step:g}, bubble 20.6%"), result.stderr
+
+
 def test_a_program_in_csv_is_drawn_with_or_without_transfers(tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_text("0F0,0F1,,0B1,0B0\n1F0,1F1,1B1,1B0\n")
     bare = run("mine.csv", "--tb", "2", cwd=tmp_path)
