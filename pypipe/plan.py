@@ -25,6 +25,7 @@ def request_from(
     stages_per_rank: int | None,
     times: dict[str, str],
     memory: float | None,
+    activation: str | None,
     unit: str | None,
     batch: int | None,
     sequence: int | None,
@@ -64,6 +65,7 @@ def request_from(
         hop=hops[0],
         stages_per_rank=stages_per_rank,
         memory=memory,
+        activation=None if activation is None else _numbers("--activation", activation),
         unit=unit,
         traffic=traffic,
     )
@@ -115,6 +117,7 @@ def _row_data(row: Row, request: Request) -> dict[str, Any]:
         "bubble_ratio": row.bubble_ratio,
         "bubble_ratio_by_span": row.bubble_ratio_by_span,
         "peak_activations": list(row.peak_activations),
+        "peak_memory": list(row.peak_memory),
         "transfers": row.transfers,
         "verified": row.verified,
         "stages_per_rank": row.stages_per_rank,
@@ -133,16 +136,16 @@ def _print(console: Console, comparison: Comparison) -> None:
     unit = _unit(request)
     console.print(
         f"P = {request.n_ranks}, M = {request.n_microbatches}; a rank computes {_number(request.work)}{unit} a step"
-        + ("" if request.memory is None else f"; memory for {request.memory:g} A"),
+        + ("" if request.memory is None else f"; memory for {request.amount(request.memory)}"),
         highlight=False,
     )
     console.print()
     console.print(_table(console, comparison))
     if best is not None:
-        cap = "" if request.memory is None else f" within {request.memory:g} A"
+        cap = "" if request.memory is None else f" within {request.amount(request.memory)}"
         console.print(f"* the shortest step{cap}: {best.name}", highlight=False)
-    if not all(row.fits for row in comparison.rows):
-        console.print(f"! more than {request.memory:g} A on some rank", highlight=False)
+    if request.memory is not None and not all(row.fits for row in comparison.rows):
+        console.print(f"! more than {request.amount(request.memory)} on some rank", highlight=False)
     for name, reason in comparison.unavailable:
         console.print(f"- {name} cannot be built: {reason}", highlight=False, markup=False)
     for row in comparison.rows:
@@ -184,13 +187,14 @@ def _table(console: Console, comparison: Comparison) -> Table:
 
 def _table_without(comparison: Comparison, dropped: Sequence[str]) -> Table:
     request, best = comparison.request, comparison.best
+    steps = [row.step_time for row in comparison.rows]
     table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="bold")
     cells: dict[str, list[str]] = {
         "schedule": [f"{_mark(row)} {row.name}" for row in comparison.rows],
-        "step": [f"{_number(row.step_time)}{_unit(request)}" for row in comparison.rows],
+        "step": [f"{_number(row.step_time, steps)}{_unit(request)}" for row in comparison.rows],
         "bubble": [f"{row.bubble_ratio:.2%}" for row in comparison.rows],
         "bubble by span": [f"{row.bubble_ratio_by_span:.2%}" for row in comparison.rows],
-        "peak": [f"{max(row.peak_activations):.4g} A" for row in comparison.rows],
+        "peak": [request.amount(max(row.peak_memory)) for row in comparison.rows],
         "transfers": [str(row.transfers) for row in comparison.rows],
         "verified": ["yes" if row.verified else "no" for row in comparison.rows],
     }
@@ -230,13 +234,15 @@ def _numbers(option: str, text: str) -> tuple[float, ...]:
         try:
             numbers.append(float(part))
         except ValueError:
-            raise PlanError(f"{option}: {part!r} is no number: give a time, or one for each rank with commas") from None
+            raise PlanError(f"{option}: {part!r} is no number: give one, or one for each rank with commas") from None
     return tuple(numbers)
 
 
-def _number(value: float) -> str:
-    """With commas, and with as many decimals as four digits take."""
-    decimals = max(0, 4 - len(str(int(abs(value))))) if value % 1 else 0
+def _number(value: float, among: Sequence[float] = ()) -> str:
+    """With commas, and with as many decimals as show four digits of the smallest among some, if any is not whole."""
+    values = among or (value,)
+    digits = len(str(int(min(map(abs, values)))))
+    decimals = max(0, 4 - digits) if any(each % 1 for each in values) else 0
     return f"{value:,.{decimals}f}"
 
 

@@ -23,13 +23,13 @@ def advise(comparison: Comparison) -> list[str]:
 
 
 def _on_memory(comparison: Comparison) -> list[str]:
-    memory = comparison.request.memory
+    request, memory = comparison.request, comparison.request.memory
     if memory is None or comparison.best is not None or not comparison.rows:
         return []
-    least = min(comparison.rows, key=lambda row: max(row.peak_activations))
+    least = min(comparison.rows, key=lambda row: max(row.peak_memory))
     return [
-        f"No schedule fits into a memory of {memory:g} activations: {least.name} needs the least, "
-        f"{max(least.peak_activations):g}. Cut the batch into smaller microbatches, or recompute activations."
+        f"No schedule fits into a memory of {request.amount(memory)}: {least.name} needs the least, "
+        f"{request.amount(max(least.peak_memory))}. Cut the batch into smaller microbatches, or recompute activations."
     ]
 
 

@@ -28,6 +28,7 @@ class Row:
         bubble_ratio: the ranks' idle share of ranks x step time.
         bubble_ratio_by_span: 1 - work / the longest time from a rank's first start to its last end.
         peak_activations: for each rank, the most that it keeps alive, in activations of one microbatch on one rank.
+        peak_memory: the same in the unit of the request's memory.
         transfers: messages from rank to rank in a step.
         verified: whether the verifier accepts it.
         stages_per_rank: stages of one copy of the model on each rank.
@@ -43,6 +44,7 @@ class Row:
     bubble_ratio: float
     bubble_ratio_by_span: float
     peak_activations: tuple[float, ...]
+    peak_memory: tuple[float, ...]
     transfers: int
     verified: bool
     stages_per_rank: int
@@ -124,20 +126,21 @@ def _row(name: str, program: Program, request: Request) -> Row:
         lowered = verify(lower(program)).program
     except ProgramError as error:
         problem = str(error).splitlines()[0]
-    share = request.by_stage(program, (1.0,))
-    peaks = tuple(int(peak) if peak == int(peak) else peak for peak in timeline.peak_memory(share))
+    peaks = timeline.peak_memory(request.by_stage(program, (1.0,)))
+    memory = timeline.peak_memory(request.by_stage(program, request.activation)) if request.activation else peaks
     return Row(
         name=name,
         step_time=timeline.step_time,
         bubble_ratio=timeline.bubble_ratio,
         bubble_ratio_by_span=timeline.bubble_ratio_by_span,
-        peak_activations=peaks,
+        peak_activations=tuple(int(peak) if peak == int(peak) else peak for peak in peaks),
+        peak_memory=memory,
         transfers=_count_transfers(program),
         verified=lowered is not None,
         stages_per_rank=len(program.chains[0].stages) // request.n_ranks,
         copies=len(program.chains),
         exposed_transfer=timeline.exposed_transfer,
-        fits=request.memory is None or max(peaks) <= request.memory * (1 + 1e-9),
+        fits=request.memory is None or max(memory) <= request.memory * (1 + 1e-9),
         problem=problem,
     )
 
@@ -185,7 +188,7 @@ def _search(request: Request, sound: Sequence[Program]) -> Program:
         everything += candidates(stages, fixed, _SECOND_LOOK)
     best = choose(everything)
     if best is None:
-        raise PlanError(f"a memory of {request.memory:g} activations does not hold what one microbatch needs")
+        raise PlanError(f"a memory of {request.amount(request.memory or 0)} does not hold what one microbatch needs")
     return best.program
 
 
@@ -200,7 +203,9 @@ def _stages(shape: Program, request: Request) -> Stages:
         bandwidth=request.bandwidth,
     )
     memory = math.inf if request.memory is None else request.memory
-    return Stages(shape, costs, request.by_stage(shape, (1.0,)), [memory] * request.n_ranks, busy_links=True)
+    return Stages(
+        shape, costs, request.by_stage(shape, request.activation or (1.0,)), [memory] * request.n_ranks, busy_links=True
+    )
 
 
 def _has_room(stages: Stages) -> bool:

@@ -32,7 +32,9 @@ class Request:
         weight_backward: T_W, of its weight-gradient half; a full backward takes both.
         hop: latency of one transfer from rank to rank.
         stages_per_rank: v of the schedules that have several stages a rank and let one choose how many; None is 2.
-        memory: the most that a rank may keep alive, in activations of one microbatch on one rank; None is no limit.
+        memory: the most that a rank may keep alive, in activations of one microbatch on one rank (A), or in GB where
+            `activation` says what these take; None is no limit.
+        activation: GB of one microbatch's activations on one rank, or None; P numbers as for the times.
         unit: "us", "ms" or "s", or None where it is not known.
         traffic: what crosses the cuts, or None where it is not known.
 
@@ -48,6 +50,7 @@ class Request:
     hop: float = 0.0
     stages_per_rank: int | None = None
     memory: float | None = None
+    activation: Sequence[float] | None = None
     unit: str | None = None
     traffic: Traffic | None = field(default=None)
 
@@ -72,10 +75,19 @@ class Request:
             for time in times:
                 if not 0 <= time < math.inf:
                     raise PlanError(f"{option} is {time:g}: give a time from 0 on")
+        for size in self.activation or ():
+            if not 0 < size < math.inf:
+                raise PlanError(f"--activation is {size:g}: give GB above 0")
+        if self.activation is not None and len(self.activation) not in (1, self.n_ranks):
+            raise PlanError(
+                f"--activation has {len(self.activation)} sizes for {self.n_ranks} ranks: give one, or one a rank"
+            )
         if not any((*self.forward, *self.input_backward, *self.weight_backward)):
             raise PlanError("--tf, --tb and --tw are all 0: give the time of one of them at least")
         if self.memory is not None and not 0 < self.memory < math.inf:
-            raise PlanError(f"--memory is {self.memory:g}: give a number of activations above 0")
+            raise PlanError(
+                f"--memory is {self.memory:g}: give {'GB' if self.activation else 'a number of activations'} above 0"
+            )
         if self.unit is not None and self.unit not in UNITS:
             raise PlanError(f"--unit is {self.unit!r}: give one of {', '.join(UNITS)}")
         if self.traffic is not None:
@@ -88,6 +100,10 @@ class Request:
             sum(times) / len(times) for times in (self.forward, self.input_backward, self.weight_backward)
         )
         return self.n_microbatches * per_microbatch
+
+    def amount(self, memory: float) -> str:
+        """An amount of memory with its unit, as a person reads it."""
+        return f"{memory:.3g} GB" if self.activation else f"{memory:.4g} A"
 
     @property
     def message_bytes(self) -> float:

@@ -101,7 +101,20 @@ def test_the_best_within_memory_is_marked_and_what_does_not_fit_comes_last(memor
         assert comparison.best.step_time == min(row.step_time for row in fitting)
     else:
         assert "auto" in dict(comparison.unavailable)
-        assert "No schedule fits into a memory of 0.5 activations: naive needs the least, 1." in advise(comparison)[0]
+        assert "No schedule fits into a memory of 0.5 A: naive needs the least, 1 A." in advise(comparison)[0]
+
+
+def test_memory_may_be_in_gb_of_each_piece_of_the_model() -> None:
+    asked = Request(4, 8, memory=12.0, activation=(4.0, 1.0, 1.0, 6.0))
+    rows = rows_of(asked, search=True)
+    assert rows["1f1b"].peak_activations == (4, 3, 2, 1)
+    assert rows["1f1b"].peak_memory == (16, 3, 2, 6)
+    assert rows["zb_h1"].peak_memory == (16, 4, 4, 24)
+    # Rank 0 holds half a first and half a last piece, 5 GB a microbatch.
+    assert rows["zbv"].peak_memory[0] > 12
+    assert [name for name, row in rows.items() if row.fits] == ["auto", "v_min", "naive"]
+    assert max(rows["auto"].peak_memory) <= 12
+    assert rows["auto"].step_time < rows["v_min"].step_time
 
 
 def test_a_schedule_of_ones_own_takes_part_and_one_with_a_fault_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,6 +182,9 @@ def test_advice_is_given_where_it_applies() -> None:
         ({"forward": (0.0,), "input_backward": (0.0,), "weight_backward": (0.0,)}, "are all 0"),
         ({"memory": 0.0}, "--memory is 0"),
         ({"memory": float("nan")}, "--memory is nan"),
+        ({"activation": (0.0,)}, "--activation is 0: give GB above 0"),
+        ({"activation": (1.0, 2.0)}, "--activation has 2 sizes for 4 ranks"),
+        ({"memory": -1.0, "activation": (1.0,)}, "--memory is -1: give GB above 0"),
         ({"unit": "days"}, "--unit is 'days': give one of us, ms, s"),
         ({"traffic": Traffic(0, 1, 1)}, "--batch is 0"),
         ({"traffic": Traffic(1, 1, 1, "int4")}, "--dtype is 'int4': give one of"),
