@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent / "emulator"))
 
 import cuda_emulator
 import nccl_cases
+import transparency
 
 SEEDS = int(os.environ.get("PYPIPE_NCCL_SEEDS", "25"))
 pytestmark = [
@@ -25,6 +26,14 @@ pytestmark = [
         reason="no C++ compiler (c++, g++, clang++ or $CXX): the emulator cannot be built here",
     ),
     pytest.mark.timeout(600),  # the first test builds it, on a machine that may be busy
+]
+
+OTHERS = [
+    *((3, name) for name in ("ScheduleZBH1", "ScheduleZBH2")),
+    *((2, f"{name} v=2") for name in transparency.LOOPED),
+    *((3, name) for name in transparency.V_SHAPED),
+    *((4, name) for name in transparency.BIDIRECTIONAL),
+    *((3, f"random s=6 seed={seed}") for seed in range(2)),
 ]
 
 
@@ -52,6 +61,14 @@ def test_training_over_nccl_equals_unpipelined_training_whatever_the_delays(
 ) -> None:
     shapes = [("mlp", size + 1, 2 * size + 3), ("mixed", 2 * size, 4 * size), ("gpt", 3, 7), ("identities", 2, 4)]
     cases = [(seed, schedule, *shapes[seed % len(shapes)]) for seed in range(SEEDS)]
+    found = [text for texts in gpus.run(size, nccl_cases.seeds, cases, timeout=500.0) for text in texts]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(("size", "schedule"), OTHERS)
+def test_every_schedule_trains_over_nccl(gpus: RankPool, size: int, schedule: str) -> None:
+    shapes = [("mlp", size + 1, 2 * size + 3), ("mixed", 2 * size, 4 * size), ("identities", 3, 7)]
+    cases = [(seed, schedule, *shapes[seed % len(shapes)]) for seed in range(min(SEEDS, 3))]
     found = [text for texts in gpus.run(size, nccl_cases.seeds, cases, timeout=500.0) for text in texts]
     assert not found, "\n".join(found)
 

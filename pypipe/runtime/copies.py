@@ -142,11 +142,14 @@ class Copies:
             total = _sum(p.grad, q.grad)
             p.grad, q.grad = total, None if total is None else total.clone()
         for exchange, buckets in self._buckets:
+            totals: dict[nn.Parameter, Tensor] = {}
             for bucket in buckets:
                 exchange.send([_part_of(*part) for part in bucket])
                 for part, theirs in zip(bucket, exchange.receive(), strict=True):
-                    _add_part(*part, theirs)
+                    _add_part(*part, theirs, totals)
                 exchange.release()
+            for parameter, total in totals.items():
+                parameter.grad = total
         for parameter, before in self._before:
             if before is not None:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
@@ -164,8 +167,9 @@ class Copies:
         if exchange is None:
             return
         mine = sorted(outputs)
-        exchange.send({"losses": dict(losses), "outputs": mine, "rows": rows})
-        head = pytree.tree_map_only(Tensor, torch.clone, exchange.receive())
+        # As copies: whoever gets the results may change them while they are still on their way.
+        exchange.send(_copy({"losses": dict(losses), "outputs": mine, "rows": rows}))
+        head = _copy(exchange.receive())
         exchange.release()
         if head["rows"] != rows:
             raise InputError(
@@ -175,9 +179,9 @@ class Copies:
         theirs = head["outputs"]
         for turn in range(max(len(mine), len(theirs))):
             if turn < len(mine):
-                exchange.send(outputs[mine[turn]])
+                exchange.send(_copy(outputs[mine[turn]]))
             if turn < len(theirs):
-                outputs[theirs[turn]] = pytree.tree_map_only(Tensor, torch.clone, exchange.receive())
+                outputs[theirs[turn]] = _copy(exchange.receive())
                 exchange.release()
         losses.update(head["losses"])
 
@@ -241,19 +245,30 @@ def _part_of(parameter: nn.Parameter, start: int, stop: int) -> Any:
     return gradient.view(-1)[start:stop]
 
 
-def _add_part(parameter: nn.Parameter, start: int, stop: int, theirs: Any) -> None:
-    if theirs is None:
-        return
-    gradient = parameter.grad
+def _add_part(parameter: nn.Parameter, start: int, stop: int, theirs: Any, totals: dict[nn.Parameter, Tensor]) -> None:
+    """Adds up in new memory: what was there may still be on its way."""
+    mine = parameter.grad
     if isinstance(theirs, tuple):
         indices, values, shape = theirs
-        parameter.grad = _sum(gradient, torch.sparse_coo_tensor(indices.clone(), values.clone(), shape))
+        theirs = torch.sparse_coo_tensor(indices.clone(), values.clone(), shape)
+        totals[parameter] = theirs if mine is None else mine + theirs
         return
-    if gradient is None:
-        gradient = parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-    elif gradient.is_sparse:
-        gradient = parameter.grad = gradient.to_dense()
-    gradient.view(-1)[start:stop].add_(theirs)
+    if theirs is None or (parameter in totals and totals[parameter].is_sparse):
+        return
+    total = totals.get(parameter)
+    if total is None:
+        like = parameter if mine is None else mine.to_dense() if mine.is_sparse else mine
+        total = totals[parameter] = torch.empty_like(like, memory_format=torch.contiguous_format)
+    part = total.view(-1)[start:stop]
+    if mine is None:
+        part.copy_(theirs)
+    else:
+        mine = mine.to_dense() if mine.is_sparse else mine
+        torch.add(mine.reshape(-1)[start:stop], theirs, out=part)
+
+
+def _copy(tree: Any) -> Any:
+    return pytree.tree_map_only(Tensor, torch.clone, tree)
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
