@@ -49,12 +49,19 @@ def test_hooks_see_and_do_what_they_see_and_do_in_plain_pytorch(ranks: RankPool,
 def test_between_stages_of_one_rank_gradients_are_those_of_plain_pytorch(ranks: RankPool, kind: str, name: str) -> None:
     places = autograd_cases.PLACES.get(name, EVERYWHERE)
     _check(ranks, kind, name, places, size=1, schedules=["I and W"], count=3)
-    _check(ranks, kind, name, [1], size=1, schedules=["B"], count=3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("special", name) for name in autograd_cases.SPECIALS] + [("hook", name) for name in autograd_cases.HOOKS],
+)
+def test_a_backward_in_two_halves_gets_the_gradients_of_plain_pytorch(ranks: RankPool, kind: str, name: str) -> None:
+    _check(ranks, kind, name, [1], schedules=["ScheduleZBH1"])
 
 
 @pytest.mark.parametrize("name", list(autograd_cases.CASES))
 def test_gradients_are_those_of_plain_pytorch_with(ranks: RankPool, name: str) -> None:
-    _check(ranks, "case", name, [0])
+    _check(ranks, "case", name, [0], schedules=[*SCHEDULES, "ScheduleZBH1"])
 
 
 @pytest.mark.parametrize(
