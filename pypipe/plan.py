@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -241,7 +242,7 @@ def _numbers(option: str, text: str) -> tuple[float, ...]:
 def _number(value: float, among: Sequence[float] = ()) -> str:
     """With commas, and with as many decimals as show four digits of the smallest among some, if any is not whole."""
     values = among or (value,)
-    digits = len(str(int(min(map(abs, values)))))
+    digits = 1 + math.floor(math.log10(min(abs(each) for each in values if each))) if any(values) else 1
     decimals = max(0, 4 - digits) if any(each % 1 for each in values) else 0
     return f"{value:,.{decimals}f}"
 

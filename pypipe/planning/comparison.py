@@ -169,27 +169,40 @@ def _simulated(program: Program, request: Request) -> Timeline:
 
 
 def _search(request: Request, sound: Sequence[Program]) -> Program:
-    """The best program for any of the placements that the schedules have."""
+    """The best program for any of the placements that the schedules have.
+
+    A second copy of the parameters is no small matter: placements with one are looked at only where, without a search,
+    they beat what is found for all others.
+    """
+    single = [program for program in sound if len(program.chains) == 1]
+    best = choose(_found(request, single))
+    rest = [program for program in sound if len(program.chains) > 1]
+    if best is None or any(each.step_time < best.step_time for each in _found(request, rest, search=False)):
+        best = choose(_found(request, sound))
+    if best is None:
+        raise PlanError(f"a memory of {request.amount(request.memory or 0)} does not hold what one microbatch needs")
+    return best.program
+
+
+def _found(request: Request, sound: Sequence[Program], *, search: bool = True) -> list[Candidate]:
+    """Candidates for the placements that some programs have: these within memory, and what a search finds."""
     shapes: dict[object, list[Program]] = {}
     for program in sound:
         shapes.setdefault((program.placement, program.chains), []).append(program)
-    found: list[tuple[float, Stages, list[Program], list[Candidate]]] = []
+    found: list[tuple[float, Stages, list[Program]]] = []
+    everything: list[Candidate] = []
     for fixed in shapes.values():
         stages = _stages(fixed[0], request)
         if not _has_room(stages):
             continue
         is_big = sum(map(len, fixed[0].ranks)) > _BIG
-        first = candidates(stages, fixed, 0 if is_big else _FIRST_LOOK)
-        promise = min((each.step_time + each.span for each in first), default=math.inf)
-        found.append((promise, stages, fixed, first))
+        first = candidates(stages, fixed, _FIRST_LOOK if search and not is_big else 0)
+        everything += first
+        found.append((min((each.step_time + each.span for each in first), default=math.inf), stages, fixed))
     found.sort(key=lambda each: each[0])
-    everything = [candidate for _, _, _, first in found for candidate in first]
-    for _, stages, fixed, _ in found[:2]:
+    for _, stages, fixed in found[:2] if search else ():
         everything += candidates(stages, fixed, _SECOND_LOOK)
-    best = choose(everything)
-    if best is None:
-        raise PlanError(f"a memory of {request.amount(request.memory or 0)} does not hold what one microbatch needs")
-    return best.program
+    return everything
 
 
 def _stages(shape: Program, request: Request) -> Stages:
