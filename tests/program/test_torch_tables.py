@@ -1,6 +1,7 @@
 """Programs of torch.distributed.pipelining itself: its schedules are verified here, and ours are loaded there."""
 
 import csv
+import inspect
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +54,7 @@ def stages(n_ranks: int, stages_per_rank: int, rank: int = 0) -> list[Any]:
             has_backward=True,
             submod=nn.Identity(),
             device="cpu",
+            stage_index_to_group_rank={stage: stage % n_ranks for stage in range(n_stages)},
         )
         for index in range(rank, n_stages, n_ranks)
     ]
@@ -63,6 +65,16 @@ def torch_schedule(name: str, n_ranks: int, stages_per_rank: int, n_microbatches
         pytest.skip(f"this torch has no {name}")
     given = stages(n_ranks, stages_per_rank)
     return getattr(schedules, name)(given[0] if stages_per_rank == 1 else given, n_microbatches)
+
+
+def dump_by_torch(schedule: Any, path: Path, form: str) -> bool:
+    """Whether this torch can write the schedule in that form; if so, it is written."""
+    has_forms = "format" in inspect.signature(schedule._dump_csv).parameters
+    if has_forms:
+        schedule._dump_csv(path, format=form)
+    elif form == "compute_only":
+        schedule._dump_csv(path)
+    return has_forms or form == "compute_only"
 
 
 def flattened(program: Program) -> tuple[Any, ...]:
@@ -76,7 +88,7 @@ def test_what_torch_writes_is_loaded_and_verified(
     schedule = torch_schedule(name, n_ranks, v, n_microbatches)
     path = tmp_path / "compute.csv"
     if isinstance(schedule, schedules.PipelineScheduleMulti):
-        schedule._dump_csv(path, format="compute_only")
+        dump_by_torch(schedule, path, "compute_only")
     elif not hasattr(schedule, "_get_pipeline_order"):
         pytest.skip("this torch does not show the order of its single-stage schedules")
     else:
@@ -95,8 +107,7 @@ def test_what_torch_writes_is_loaded_and_verified(
     options = {"stages_per_rank": v} if ours in ("interleaved", "looped_bfs", "interleaved_zb") else {}
     expected = build(ours, n_ranks, n_microbatches, **options)
     assert (flattened(program) == flattened(expected)) == is_equal
-    if isinstance(schedule, schedules.PipelineScheduleMulti):
-        schedule._dump_csv(path, format="compute_comms")
+    if isinstance(schedule, schedules.PipelineScheduleMulti) and dump_by_torch(schedule, path, "compute_comms"):
         lowered = load_csv(path)
         assert lowered.compute_only().ranks == program.ranks
         assert any(action.kind is Kind.RECV_B for action in lowered.ranks[0])
@@ -109,7 +120,10 @@ def test_what_torch_writes_is_loaded_and_verified(
 def test_what_we_write_is_loaded_by_torch(name: str, n_microbatches: int, tmp_path: Path) -> None:
     program = build(name, 4, n_microbatches)
     path = tmp_path / "program.csv"
-    runtime = schedules._PipelineScheduleRuntime(stages(4, program.n_stages // 4), n_microbatches)
+    given = stages(4, program.n_stages // 4)
+    for stage in given:
+        stage.stage_index_to_group_rank = dict(enumerate(program.placement))  # read by older releases only
+    runtime = schedules._PipelineScheduleRuntime(given, n_microbatches)
     dump_csv(program, path)
     assert load_csv(path, name=program.name) == program
     runtime._load_csv(path, format="compute_only")
