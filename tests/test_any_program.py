@@ -41,3 +41,20 @@ def test_any_program_that_the_verifier_accepts_trains_as_the_unpipelined_model(r
         cases.append((name, models[seed % 4], n_microbatches, 2 * n_microbatches + seed % 2, True))
     found = [text for texts in ranks.run(size, transparency.compare_many, cases) for text in texts]
     assert not found, "\n".join(found)
+
+
+def test_schedules_of_several_stages_live_side_by_side(ranks: RankPool) -> None:
+    found = [text for texts in ranks.run(2, any_program_cases.several_at_once) for text in texts]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(("piece", "in_backward", "action"), [(3, False, "3F1"), (3, True, "3I1"), (0, True, "0I1")])
+def test_what_one_of_several_stages_raises_is_told_to_every_rank_with_its_stage(
+    ranks: RankPool, piece: int, in_backward: bool, action: str
+) -> None:
+    everyone = ranks.run(2, any_program_cases.fails, piece, in_backward)
+    for rank, (raised, again) in enumerate(everyone):
+        assert raised.startswith("ZeroDivisionError" if rank == 0 else "RemoteStageError"), raised
+        for word in ("out of luck", "rank 0", f"{action} (stage {piece},", "microbatch 1"):
+            assert word in raised, (word, raised)
+        assert "out of luck" in again, again

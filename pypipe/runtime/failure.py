@@ -20,6 +20,8 @@ _MOST_TEXT = 10_000  # characters of a traceback that travel; as JSON each may t
 _VERBS = {
     Kind.F: "forward",
     Kind.B: "backward",
+    Kind.I: "the input half of its backward",
+    Kind.W: "the weight half of its backward",
     Kind.SEND_F: "sending its output",
     Kind.SEND_B: "sending its input's gradient",
 }

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import transparency
+from models import make, twins, unpipelined
 from random_programs import one_rank
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -81,3 +82,72 @@ def handed_over(rank: int, size: int, group: Any, split: bool) -> str:
         schedule.step(x, target=x, return_outputs=False)
     # The loss saves its input, the last stage's output; nothing saves what the stages got.
     return "" if most and max(most) == 0 else f"alive in the backwards: {most}"
+
+
+def several_at_once(rank: int, size: int, group: Any) -> list[str]:
+    """Schedules of several stages in turn, eval() before, between and after, gradients added up over two steps."""
+    found: list[str] = []
+    names = ["ScheduleZBVZeroBubble", "ScheduleDualPipe", "ScheduleInterleaved1F1B v=3"]
+    trained = []
+    for number, name in enumerate(names):
+        modules, batch, loss_fn = make(["mlp", "gpt", "mixed"][number], transparency.count_stages(name, size), number)
+        reference = twins(modules)
+        built = transparency.build(rank, size, group, name, modules, 3, loss_fn=loss_fn, timeout=20)
+        trained.append((name, reference, batch, loss_fn, built))
+    for turn in range(6):
+        name, reference, batch, loss_fn, (schedule, held) = trained[turn % 3]
+        x, y = batch(7)
+        for _ in range(turn % 2 + 1):
+            schedule.eval(x)
+        schedule.step(x, target=y, return_outputs=False)
+        loss_fn(unpipelined(reference, x), y).backward()
+        losses: list[Tensor] = []
+        schedule.eval(x, target=y, losses=losses)
+        last = any(piece == len(reference) - 1 for piece, _ in held)
+        if len(losses) != 3 * last:
+            found.append(f"{name}: eval() gave {len(losses)} losses")
+        for piece, module in held:
+            for (which, a), b in zip(module.named_parameters(), reference[piece].parameters(), strict=True):
+                if not transparency.difference(a.grad, b.grad) <= transparency.TOLERANCE:
+                    found.append(f"{name}, turn {turn}: the gradient of {which} of stage {piece} differs")
+    for *_, (schedule, _) in trained:
+        schedule.close()
+    return found
+
+
+class Faulty(nn.Module):
+    """Raises in its second forward, or in the backward of that."""
+
+    def __init__(self, in_backward: bool) -> None:
+        super().__init__()
+        self.linear, self.in_backward, self.count = nn.Linear(3, 3), in_backward, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        self.count += 1
+        if self.count == 2:
+            if not self.in_backward:
+                raise ZeroDivisionError("out of luck")
+            y.register_hook(self._fail)
+        return y
+
+    def _fail(self, _: Tensor) -> None:
+        raise ZeroDivisionError("out of luck")
+
+
+def fails(rank: int, size: int, group: Any, piece: int, in_backward: bool) -> tuple[str, str]:
+    """What a rank raises when one of its stages or of another rank's fails; and what a further step() raises."""
+    modules: list[nn.Module] = [nn.Linear(3, 3) for _ in range(2 * size)]
+    modules[piece] = Faulty(in_backward)
+    schedule, _ = transparency.build(
+        rank, size, group, "ScheduleZBVZeroBubble", modules, 5, loss_fn=functional.mse_loss, timeout=20
+    )
+    raised = []
+    for _ in range(2):
+        try:
+            schedule.step(torch.ones(5, 3), target=torch.ones(5, 3))
+            raised.append("nothing")
+        except Exception as error:
+            raised.append("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]))
+    schedule.close()
+    return raised[0], raised[1]
