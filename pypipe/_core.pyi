@@ -4,7 +4,7 @@ The C++ core of pypipe: control sockets, links and channels. Not a public interf
 from __future__ import annotations
 import collections.abc
 import typing
-__all__: list[str] = ['CoreError', 'CudaLibrary', 'Envelope', 'Hub', 'LayoutAnnouncer', 'LayoutBook', 'Message', 'NcclEdge', 'NcclLibrary', 'NcclReceiveLink', 'NcclSendLink', 'NcclWatchdog', 'PART_ALIGNMENT', 'Patience', 'ReceiveChannel', 'ReceiveLink', 'SendChannel', 'SendLayout', 'SendLink', 'ShmReceiveLink', 'ShmSendLink', 'check_tag', 'loaded_library', 'open_cuda', 'open_nccl', 'pack']
+__all__: list[str] = ['CoreError', 'CudaLibrary', 'Envelope', 'Hub', 'LayoutAnnouncer', 'LayoutBook', 'Message', 'NcclEdge', 'NcclGroup', 'NcclLibrary', 'NcclReceiveLink', 'NcclSendLink', 'NcclTraffic', 'NcclWatchdog', 'PART_ALIGNMENT', 'Patience', 'ReceiveChannel', 'ReceiveLink', 'SendChannel', 'SendLayout', 'SendLink', 'ShmReceiveLink', 'ShmSendLink', 'check_tag', 'loaded_library', 'open_cuda', 'open_nccl', 'pack']
 class CoreError(RuntimeError):
     fault: typing.ClassVar[str] = ''
 class Patience:
@@ -122,6 +122,8 @@ class SendChannel:
         ...
     def announce(self, description: str, sizes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], forgotten: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> SendLayout:
         ...
+    def finish(self, stream: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
     def send(self, layout: SendLayout, stage: typing.SupportsInt | typing.SupportsIndex, kind: typing.SupportsInt | typing.SupportsIndex, microbatch: typing.SupportsInt | typing.SupportsIndex, rows: typing.SupportsInt | typing.SupportsIndex, batch_rows: typing.SupportsInt | typing.SupportsIndex, pointers: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], stream: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> int:
         ...
     def sent(self) -> int:
@@ -191,19 +193,77 @@ class NcclLibrary:
     @property
     def version(self) -> int:
         ...
+class NcclTraffic:
+    """
+    What goes through an edge.
+    
+    Members:
+    
+      ONE_WAY
+    
+      BOTH_WAYS
+    
+      TO_ITSELF
+    """
+    BOTH_WAYS: typing.ClassVar[NcclTraffic]
+    ONE_WAY: typing.ClassVar[NcclTraffic]
+    TO_ITSELF: typing.ClassVar[NcclTraffic]
+    __members__: typing.ClassVar[dict[str, NcclTraffic]]
+    @typing.overload
+    def __eq__(self, other: NcclTraffic) -> bool:
+        ...
+    @typing.overload
+    def __eq__(self, other: typing.Any) -> bool:
+        ...
+    def __getstate__(self) -> int:
+        ...
+    def __hash__(self) -> int:
+        ...
+    def __index__(self) -> int:
+        ...
+    def __init__(self, value: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    def __int__(self) -> int:
+        ...
+    @typing.overload
+    def __ne__(self, other: NcclTraffic) -> bool:
+        ...
+    @typing.overload
+    def __ne__(self, other: typing.Any) -> bool:
+        ...
+    def __repr__(self) -> str:
+        ...
+    def __setstate__(self, state: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    def __str__(self) -> str:
+        ...
+    @property
+    def name(self) -> str:
+        ...
+    @property
+    def value(self) -> int:
+        ...
 class NcclEdge:
     """
     One end of a communicator of two ranks.
     """
-    def __init__(self, cuda: CudaLibrary, nccl: NcclLibrary, unique_id: bytes, sends: bool, name: str, min_ctas: typing.SupportsInt | typing.SupportsIndex, max_ctas: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> None:
+    def __init__(self, cuda: CudaLibrary, nccl: NcclLibrary, unique_id: bytes, rank: typing.SupportsInt | typing.SupportsIndex, traffic: NcclTraffic, name: str, min_ctas: typing.SupportsInt | typing.SupportsIndex, max_ctas: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> None:
         """
         Joins the communicator and connects; returns when the other end has done so too.
         """
+class NcclGroup:
+    """
+    Transfers held back; see csrc/link/nccl_group.hpp.
+    """
+    def __init__(self) -> None:
+        ...
+    def issue(self, patience: Patience) -> None:
+        ...
 class NcclSendLink(SendLink):
-    def __init__(self, hub: Hub, peer: typing.SupportsInt | typing.SupportsIndex, link: typing.SupportsInt | typing.SupportsIndex, edge: NcclEdge, allocate: collections.abc.Callable[[int], typing.Any]) -> None:
+    def __init__(self, hub: Hub, peer: typing.SupportsInt | typing.SupportsIndex, link: typing.SupportsInt | typing.SupportsIndex, edge: NcclEdge, allocate: collections.abc.Callable[[int], typing.Any], group: NcclGroup | None) -> None:
         ...
 class NcclReceiveLink(ReceiveLink):
-    def __init__(self, hub: Hub, peer: typing.SupportsInt | typing.SupportsIndex, link: typing.SupportsInt | typing.SupportsIndex, edge: NcclEdge, allocate: collections.abc.Callable[[int], typing.Any], slots: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]]) -> None:
+    def __init__(self, hub: Hub, peer: typing.SupportsInt | typing.SupportsIndex, link: typing.SupportsInt | typing.SupportsIndex, edge: NcclEdge, allocate: collections.abc.Callable[[int], typing.Any], slots: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]], group: NcclGroup | None) -> None:
         ...
 class NcclWatchdog:
     """

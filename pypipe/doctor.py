@@ -16,9 +16,6 @@ import click
 
 __all__ = ["Library", "Report", "inspect", "main"]
 
-# A variable of CUDA's own that decides whether transfers overlap compute.
-_MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-
 _COMMUNICATOR_TIMEOUT = 60.0  # seconds; a first communicator takes a few
 
 # What cuInit answers most often, by CUresult.
@@ -189,6 +186,7 @@ def _inspect_nccl(report: Report) -> None:
 
 def _inspect_environment(report: Report) -> None:
     from pypipe.runtime.environment import VARIABLES
+    from pypipe.runtime.libraries import MAX_CONNECTIONS
 
     for name, variable in VARIABLES.items():
         report.environment[name] = {
@@ -196,8 +194,8 @@ def _inspect_environment(report: Report) -> None:
             "default": variable.default,
             "meaning": variable.meaning,
         }
-    report.environment[_MAX_CONNECTIONS] = {
-        "value": os.environ.get(_MAX_CONNECTIONS),
+    report.environment[MAX_CONNECTIONS] = {
+        "value": os.environ.get(MAX_CONNECTIONS),
         "default": "",
         "meaning": "CUDA's own: how many queues the streams of a GPU share. With 1, transfers overlap no compute.",
     }
@@ -208,7 +206,7 @@ def _explain(report: Report) -> None:
     if report.core.broken:
         notes.append("pypipe's own core does not load: install pypipe again, with this Python.")
         return
-    from pypipe.runtime.libraries import NCCL_MISSING
+    from pypipe.runtime.libraries import NCCL_MISSING, one_queue
 
     if report.torch.broken:
         notes.append("torch does not load, and nothing of pypipe runs without it: install it again.")
@@ -235,15 +233,12 @@ def _explain(report: Report) -> None:
     if nccl.version is not None and _as_numbers(nccl.version) < (2, 26):
         notes.append(
             f"NCCL {nccl.version} cannot be told to run the communicators of one GPU in the order of the host's calls; "
-            "2.26 and later can."
+            "2.26 and later can. So two ranks have one communicator for all that they exchange, which runs one group "
+            "of transfers after another (PYPIPE_NCCL_COMMUNICATORS=link overrules that)."
         )
     notes.extend(_which_nccl(report))
-    if os.environ.get(_MAX_CONNECTIONS) == "1":
-        notes.append(
-            f"{_MAX_CONNECTIONS}=1: all streams of a GPU share one queue of work, so a send can stand behind a "
-            "receive that waits for the other rank, and transfers overlap no compute. Megatron sets it for tensor "
-            "parallelism; for a pipeline, unset it."
-        )
+    if (problem := one_queue()) is not None:
+        notes.append(problem)
 
 
 def _unusable(library: Library, name: str, variable: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from pypipe.errors import ConfigurationError
 from pypipe.program import Channel, Program
 from pypipe.runtime.batch import ChunkSpecs
+from pypipe.runtime.carriers import single_communicator
 from pypipe.runtime.fitting import Fitted, fit
 from pypipe.runtime.pipeline import Call, Pipeline, Settings
 from pypipe.runtime.rendezvous import refuse
@@ -66,9 +67,10 @@ class Schedule:
         indices = ", ".join(str(stage.stage_index) for stage in given)
         seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else float(timeout)
         problem = _problem(given, n_microbatches, loss_fn, seconds)
-        fitted = Fitted()
+        fitted, single = Fitted(), False
         if problem is None:
             try:
+                single = single_communicator(given[0].device)
                 fitted = fit(
                     program,
                     world.size,
@@ -76,6 +78,7 @@ class Schedule:
                     n_microbatches,
                     options,
                     training=loss_fn is not None,
+                    single_communicator=single,
                 )
             except ValueError as error:
                 problem = str(error)
@@ -86,7 +89,12 @@ class Schedule:
             device=given[0].device,
             pieces=[(stage.stage_index, stage.submod) for stage in given],
             fitted=fitted,
-            card={"version": _VERSION, "num_stages": given[0].num_stages, "schedule": self._kind(program)},
+            card={
+                "version": _VERSION,
+                "num_stages": given[0].num_stages,
+                "schedule": self._kind(program),
+                "communicators": "one for each pair of ranks" if single else "one for each link",
+            },
             n_microbatches=n_microbatches,
             loss=loss_fn,
             scale_grads=bool(scale_grads),

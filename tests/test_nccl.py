@@ -1,25 +1,32 @@
 """The NCCL link, on an emulated CUDA driver and NCCL: the same code that runs on GPUs, under seeded delays.
 
-PYPIPE_NCCL_SEEDS sets how many seeds each case runs with: the default is what fits into CI.
+PYPIPE_NCCL_SEEDS sets how many seeds each schedule runs with on each number of ranks; each takes the next of the cases
+of test_transparency.py. The default is what fits into CI.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import transparency
+from models import MODELS
 from rank_pool import RankPool
 
 sys.path.insert(0, str(Path(__file__).parent / "emulator"))
 
 import cuda_emulator
+import nccl_bugs
 import nccl_cases
 import transparency
 
-SEEDS = int(os.environ.get("PYPIPE_NCCL_SEEDS", "25"))
+SCHEDULES = ["ScheduleGPipe", "Schedule1F1B"]
+SEEDS = int(os.environ.get("PYPIPE_NCCL_SEEDS", "34"))
 pytestmark = [
     pytest.mark.skipif(
         not cuda_emulator.has_compiler(),
@@ -54,23 +61,66 @@ def gpus() -> Iterator[RankPool]:
     pool.close()
 
 
-@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_training_over_nccl_equals_unpipelined_training_whatever_the_delays(
     gpus: RankPool, size: int, schedule: str
 ) -> None:
-    shapes = [("mlp", size + 1, 2 * size + 3), ("mixed", 2 * size, 4 * size), ("gpt", 3, 7), ("identities", 2, 4)]
-    cases = [(seed, schedule, *shapes[seed % len(shapes)]) for seed in range(SEEDS)]
-    found = [text for texts in gpus.run(size, nccl_cases.seeds, cases, timeout=500.0) for text in texts]
+    every = [case for model in MODELS for case in transparency.cases(schedule, model, size)]
+    every += [(schedule, "mlp", 4, 10, False), (schedule, "gpt", 3, 9, False)]
+    # One rank alone sends nothing. The stride has no factor in common with the number of cases, so all have their turn.
+    stride = next(step for step in (7, 11, 13) if math.gcd(step, len(every)) == 1)
+    cases = [(seed, every[seed * stride % len(every)]) for seed in range(SEEDS if size > 1 else min(SEEDS, 8))]
+    found = [text for texts in gpus.run(size, nccl_cases.seeds, cases, timeout=540.0) for text in texts]
     assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize(("size", "schedule"), OTHERS)
 def test_every_schedule_trains_over_nccl(gpus: RankPool, size: int, schedule: str) -> None:
     shapes = [("mlp", size + 1, 2 * size + 3), ("mixed", 2 * size, 4 * size), ("identities", 3, 7)]
-    cases = [(seed, schedule, *shapes[seed % len(shapes)]) for seed in range(min(SEEDS, 3))]
+    cases = [(seed, (schedule, *shapes[seed % len(shapes)], True)) for seed in range(min(SEEDS, 3))]
     found = [text for texts in gpus.run(size, nccl_cases.seeds, cases, timeout=500.0) for text in texts]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_layouts_may_change_from_step_to_step(gpus: RankPool, size: int) -> None:
+    for seed in range(4):
+        found = [text for texts in gpus.run(size, nccl_cases.changing_layouts, seed) for text in texts]
+        assert not found, f"seed {seed}: " + "\n".join(found)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_communicator_of_one_rank_carries_all_messages_of_a_process(gpus: RankPool, model: str) -> None:
+    for n_stages in (2, 3):
+        assert gpus.run(1, nccl_cases.to_itself, model, n_stages) == [[]]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("bug", nccl_bugs.BUGS)
+def test_an_event_too_few_is_seen_under_every_seed(gpus: RankPool, bug: str, schedule: str) -> None:
+    by_rank = gpus.run(2, nccl_bugs.reports, bug, schedule, list(range(4)))
+    for seed, found in enumerate(zip(*by_rank, strict=True)):
+        said = "\n".join(text for texts in found for text in texts)
+        assert bool(said) == (bug != "none"), f"seed {seed}: {said or 'nothing was reported'}"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("size", [2, 4])
+def test_with_one_communicator_a_pair_a_device_with_one_place_suffices(
+    gpus: RankPool, size: int, schedule: str
+) -> None:
+    models = [("mlp", size + 1, 2 * size + 3), ("mixed", 2 * size, 4 * size), ("gpt", 3, 7), ("identities", 2, 4)]
+    cases = [(seed, (schedule, *model, True)) for seed, model in enumerate(2 * models)]
+    found = [text for texts in gpus.run(size, nccl_cases.one_place, "pair", cases, timeout=200.0) for text in texts]
+    assert not found, "\n".join(found)
+
+
+def test_with_one_communicator_a_link_a_device_with_one_place_is_a_timeout(gpus: RankPool) -> None:
+    case = (0, ("Schedule1F1B", "mlp", 6, 12, True))
+    for found in gpus.run(3, nccl_cases.one_place, "link", [case]):
+        assert len(found) == 1
+        assert re.search("PipelineTimeout|RemoteStageError|PipelineError", found[0])
 
 
 def test_a_steady_state_step_neither_synchronizes_the_host_nor_allocates(gpus: RankPool) -> None:

@@ -14,7 +14,7 @@ OTHERS = [
 ]
 
 
-def _check(ranks: RankPool, size: int, cases: list[tuple[str, str, int, int, bool]]) -> None:
+def _check(ranks: RankPool, size: int, cases: list[transparency.Case]) -> None:
     found = [text for texts in ranks.run(size, transparency.compare_many, cases) for text in texts]
     assert not found, "\n".join(found)
 
@@ -23,12 +23,7 @@ def _check(ranks: RankPool, size: int, cases: list[tuple[str, str, int, int, boo
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("model", MODELS)
 def test_pipelined_training_equals_unpipelined_training(ranks: RankPool, schedule: str, size: int, model: str) -> None:
-    cases = []
-    for n_microbatches in sorted({1, 2, 3, size, 2 * size, 2 * size + 1}):
-        # A batch that M divides, and one that it does not; the smallest possible one too.
-        for rows in sorted({2 * n_microbatches, 2 * n_microbatches + 1, n_microbatches}):
-            cases.append((schedule, model, n_microbatches, rows, True))
-    _check(ranks, size, cases)
+    _check(ranks, size, transparency.cases(schedule, model, size))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

@@ -83,6 +83,7 @@ class SendChannel {
   // Returns the message's number on the link; its parts are needed until sent() has come to that.
   std::uint64_t send(Envelope envelope, std::span<const Part> parts, Stream stream, const Patience& patience);
   [[nodiscard]] std::uint64_t sent() { return link_.sent(); }
+  void finish(Stream stream) { link_.finish(stream); }
   [[nodiscard]] const ChannelCounters& counters() const noexcept { return counters_; }
 
  private:

@@ -7,6 +7,7 @@
 //   sender    reserve()   a channel needs slots of some size: at its first layout, and when one outgrows them
 //             send()      reads the parts after all earlier work of the stream
 //             sent()      how many messages have been read for good: only then may their parts be freed or overwritten
+//             finish()    later work of the stream may overwrite the parts of all messages so far
 //   receiver  post()      one more receive may be started, into a free slot, after earlier work of the stream
 //             receive()   the next message; the stream's later work sees its bytes
 //             release()   the slot may be overwritten after earlier work of the stream
@@ -81,6 +82,9 @@ class SendLink {
 
   // Of the messages so far, how many no longer need their parts. Never waits.
   [[nodiscard]] virtual std::uint64_t sent() = 0;
+
+  // Nothing to do where send() itself has read the parts.
+  virtual void finish(Stream /*stream*/) {}
 };
 
 class ReceiveLink {

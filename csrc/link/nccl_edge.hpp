@@ -1,5 +1,5 @@
 // What one end of an NCCL link owns: a communicator of two ranks, the stream that all its operations use, and the
-// list of those that have not ended.
+// list of those that have not ended. In the fallback (nccl_group.hpp) all links between two ranks share one.
 //
 // Threads. The host thread that runs the program calls everything but watch(); the watchdog's thread calls watch() and
 // abort(). `mutex_` guards the communicator handle against being aborted in the middle of a call, and the list.
@@ -29,19 +29,23 @@ struct NcclOptions {
   int max_ctas = 4;  // a link is one point-to-point transfer at a time: more would take SMs from compute
 };
 
-// The end of a link; in its communicator the sender is rank 0 and the receiver rank 1.
 class NcclEdge {
  public:
-  enum class Side { sender, receiver };
+  // What goes through it: from rank 0 to rank 1 of the communicator; also the other way; or from its only rank to that
+  // rank, which takes a group, since a send to oneself needs its receive beside it.
+  enum class Traffic { one_way, both_ways, to_itself };
 
-  // Joins the communicator; returns when the other end has joined too, and the edge is connected: a first message has
-  // gone through it. Throws Error{system, timeout}.
-  NcclEdge(cuda::ApiPointer cuda, NcclPointer nccl, const nccl::UniqueId& id, Side side, std::string name,
-           const NcclOptions& options, const Patience& patience);
+  // Joins the communicator as its rank 0 or 1; returns when the other end has joined too, and the edge is connected: a
+  // first message has gone through it. Throws Error{system, timeout}.
+  NcclEdge(cuda::ApiPointer cuda, NcclPointer nccl, const nccl::UniqueId& id, int rank, Traffic traffic,
+           std::string name, const NcclOptions& options, const Patience& patience);
   NcclEdge(const NcclEdge&) = delete;
   NcclEdge& operator=(const NcclEdge&) = delete;
-  // Aborts the communicator unless close() was called.
+  // Aborts the communicator unless it was closed.
   ~NcclEdge();
+
+  // The other end's rank in the communicator.
+  [[nodiscard]] int peer() const noexcept { return size_ - 1 - rank_; }
 
   // Enqueues one operation on the edge's stream, after what `before` holds, and returns the number of operations
   // enqueued so far. `enqueue` calls NCCL. When this returns the call is no longer in progress, so that an event
@@ -59,8 +63,10 @@ class NcclEdge {
   // Ends everything outstanding. Any thread; idempotent.
   void abort() noexcept;
 
-  // Waits for what is outstanding and takes the communicator down, or aborts it when that does not end in time.
-  void close(const Patience& patience) noexcept;
+  // Takes the communicator down, for which both ends have to come: the first call says that this one has, the second
+  // waits for what is outstanding and for the other end, and aborts when that does not come in time.
+  void begin_close() noexcept;
+  void end_close(const Patience& patience) noexcept;
 
   [[nodiscard]] const cuda::Stream& stream() const noexcept { return stream_; }
   [[nodiscard]] const cuda::ApiPointer& cuda() const noexcept { return cuda_; }
@@ -76,11 +82,14 @@ class NcclEdge {
     cuda::Event ended;
     std::chrono::steady_clock::time_point since;
   };
-  void connect(Side side, const Patience& patience);
+  void connect(bool sends, bool receives, std::uint64_t* words, const Patience& patience);
+  void settle(const Patience& patience);
   void reap();
 
   cuda::ApiPointer cuda_;
   NcclPointer nccl_;
+  const int size_;
+  const int rank_;
   std::string name_;  // NCCL keeps the pointer
   cuda::Context context_ = nullptr;
   cuda::Stream stream_;

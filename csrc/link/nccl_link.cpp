@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -16,21 +17,61 @@ cuda::Pointer device_pointer(const void* data) { return reinterpret_cast<cuda::P
 
 cuda::StreamHandle handle(Stream stream) { return static_cast<cuda::StreamHandle>(stream.handle); }
 
+// Of a message that is held back; no operation has so high a number.
+constexpr std::uint64_t not_started = std::numeric_limits<std::uint64_t>::max();
+
 }  // namespace
 
-NcclSendLink::NcclSendLink(Hub& hub, int peer, std::uint32_t link, std::shared_ptr<NcclEdge> edge, Allocate allocate)
+NcclSendLink::NcclSendLink(Hub& hub, int peer, std::uint32_t link, std::shared_ptr<NcclEdge> edge, Allocate allocate,
+                           std::shared_ptr<NcclGroup> group)
     : hub_(hub),
       peer_(peer),
       link_(link | link_frames),
       edge_(std::move(edge)),
       allocate_(std::move(allocate)),
-      made_(edge_->cuda()) {}
+      group_(std::move(group)),
+      made_(edge_->cuda()),
+      left_(edge_->cuda()) {}
 
 NcclSendLink::~NcclSendLink() = default;
 
 void NcclSendLink::reserve(std::uint32_t /*channel*/, std::uint32_t /*slots*/, std::size_t /*bytes*/,
                            const Patience& /*patience*/) {
   // The receiver owns the slots; it sees what they must hold in the envelopes.
+}
+
+std::byte* NcclSendLink::staging(std::size_t bytes) {
+  if (packed_ == stagings_.size()) stagings_.emplace_back();
+  Staging& area = stagings_[packed_];
+  if (group_) packed_ += 1;
+  if (bytes > area.bytes) {
+    // The link's stream may still read the smaller one.
+    if (area.memory) outgrown_.emplace_back(messages_ - 1, std::move(area.memory));
+    area.bytes = slot_size(bytes);
+    area.memory = allocate_(area.bytes);
+  }
+  return static_cast<std::byte*>(area.memory.get());
+}
+
+NcclSendLink::Outgoing NcclSendLink::prepare(const Envelope& envelope, std::span<const Part> parts, Stream stream) {
+  const bool packed = parts.size() > 1 || parts.front().offset != 0;
+  std::byte* const area = packed ? staging(envelope.bytes) : nullptr;
+  // After the allocation: fresh memory may still be in use by earlier work of the compute stream.
+  made_.record(handle(stream));
+  made_.hold_up(edge_->stream().handle());
+  if (!packed) return {parts.front().data, envelope.bytes};
+  const cuda::Api& cuda = *edge_->cuda();
+  for (const Part& part : parts) {
+    cuda.check(cuda.copy_async(device_pointer(area + part.offset), device_pointer(part.data), part.bytes,
+                               edge_->stream().handle()));
+  }
+  return {area, envelope.bytes};
+}
+
+void NcclSendLink::enqueue(const Outgoing& message, nccl::CommunicatorHandle communicator,
+                           cuda::StreamHandle on) const {
+  const nccl::Api& nccl = edge_->nccl();
+  nccl.check(nccl.send(message.data, message.bytes, nccl::uint8, edge_->peer(), communicator, on));
 }
 
 std::uint64_t NcclSendLink::send(const Envelope& envelope, std::span<const Part> parts, Stream stream,
@@ -44,30 +85,20 @@ std::uint64_t NcclSendLink::send(const Envelope& envelope, std::span<const Part>
     operations_.push_back(0);
     return messages_;
   }
-  const bool packed = filled.size() > 1 || filled.front().offset != 0;
-  if (packed && envelope.bytes > staging_bytes_) {
-    // The link's stream may still read the smaller one.
-    if (staging_) outgrown_.emplace_back(messages_ - 1, std::move(staging_));
-    staging_bytes_ = slot_size(envelope.bytes);
-    staging_ = allocate_(staging_bytes_);
+  const Outgoing message = prepare(envelope, filled, stream);
+  const auto enqueued = [this, message](nccl::CommunicatorHandle communicator, cuda::StreamHandle on) {
+    enqueue(message, communicator, on);
+  };
+  if (!group_) {
+    operations_.push_back(edge_->run(enqueued, patience));
+    return messages_;
   }
-  // After the allocation: fresh memory may still be in use by earlier work of the compute stream.
-  made_.record(handle(stream));
-  made_.hold_up(edge_->stream().handle());
-  const void* source = filled.front().data;
-  if (packed) {
-    const cuda::Api& cuda = *edge_->cuda();
-    for (const Part& part : filled) {
-      cuda.check(cuda.copy_async(device_pointer(staging_.get()) + part.offset, device_pointer(part.data), part.bytes,
-                                 edge_->stream().handle()));
-    }
-    source = staging_.get();
-  }
-  operations_.push_back(edge_->run(
-      [&](nccl::CommunicatorHandle communicator, cuda::StreamHandle on) {
-        edge_->nccl().check(edge_->nccl().send(source, envelope.bytes, nccl::uint8, 1, communicator, on));
-      },
-      patience));
+  std::uint64_t& operation = operations_.emplace_back(not_started);
+  group_->add({edge_.get(), [](const Patience&) { return true; }, enqueued,
+               [this, &operation](std::uint64_t number) {
+                 operation = number;
+                 packed_ = 0;
+               }});
   return messages_;
 }
 
@@ -79,13 +110,22 @@ std::uint64_t NcclSendLink::sent() {
   return sent;
 }
 
+void NcclSendLink::finish(Stream stream) {
+  if (finished_ == messages_) return;
+  finished_ = messages_;
+  left_.record(edge_->stream().handle());
+  left_.hold_up(handle(stream));
+}
+
 NcclReceiveLink::NcclReceiveLink(Hub& hub, int peer, std::uint32_t link, std::shared_ptr<NcclEdge> edge,
-                                 Allocate allocate, const std::map<std::uint32_t, std::uint32_t>& slots)
+                                 Allocate allocate, const std::map<std::uint32_t, std::uint32_t>& slots,
+                                 std::shared_ptr<NcclGroup> group)
     : hub_(hub),
       peer_(peer),
       link_(link | link_frames),
       edge_(std::move(edge)),
       allocate_(std::move(allocate)),
+      group_(std::move(group)),
       events_(std::make_shared<cuda::EventPool>(edge_->cuda())) {
   for (const auto& [channel, count] : slots) lanes_[channel].slots = count;
 }
@@ -108,7 +148,24 @@ bool NcclReceiveLink::has_room(const Envelope& envelope) const {
   return found->second.alive < found->second.slots;
 }
 
+Envelope NcclReceiveLink::take(const Patience& patience) {
+  return envelope_of(hub_.take(peer_, FrameType::envelope, link_, patience));
+}
+
 void NcclReceiveLink::post(std::uint32_t /*channel*/, Stream stream, const Patience& patience) {
+  if (group_) {
+    const auto message = std::make_shared<Started*>();
+    group_->add({edge_.get(),
+                 [this, message, stream](const Patience& waiting) {
+                   *message = &place(take(waiting), stream);
+                   return (*message)->arrival.envelope.bytes > 0;
+                 },
+                 [this, message](nccl::CommunicatorHandle communicator, cuda::StreamHandle on) {
+                   enqueue((*message)->arrival, communicator, on);
+                 },
+                 [this, message](std::uint64_t) { note_arrival(**message); }});
+    return;
+  }
   // What has been announced and finds a free slot is received now, while the stream is busy with something else.
   while (auto frame = hub_.try_take(peer_, FrameType::envelope, link_)) {
     waiting_.push_back(envelope_of(*frame));
@@ -134,7 +191,7 @@ void NcclReceiveLink::grow(Lane& lane, std::size_t bytes, Stream stream) {
   for (std::uint32_t index = lane.slots; index > 0; --index) lane.free.push_back({index - 1, nullptr});
 }
 
-void NcclReceiveLink::start(const Envelope& envelope, Stream stream, const Patience& patience) {
+NcclReceiveLink::Started& NcclReceiveLink::place(const Envelope& envelope, Stream stream) {
   if (!has_room(envelope)) {
     throw Error(Fault::usage, "a message of channel " + std::to_string(envelope.channel) + " from rank " +
                                   std::to_string(peer_) + " finds no free slot: the program was not verified");
@@ -145,25 +202,36 @@ void NcclReceiveLink::start(const Envelope& envelope, Stream stream, const Patie
   lane.free.pop_back();
   lane.alive += 1;
   auto* const data = static_cast<std::byte*>(lane.memory.get()) + std::size_t{place.index} * lane.bytes;
-  std::shared_ptr<cuda::Event> arrived;
-  if (envelope.bytes > 0) {
-    if (place.read) place.read->hold_up(edge_->stream().handle());
-    edge_->run(
-        [&](nccl::CommunicatorHandle communicator, cuda::StreamHandle on) {
-          edge_->nccl().check(edge_->nccl().receive(data, envelope.bytes, nccl::uint8, 0, communicator, on));
-        },
-        patience);
-    arrived = event();
-    arrived->record(edge_->stream().handle());
-  }
-  started_.push_back(
-      {Arrival{envelope, Slot{envelope.channel, lane.generation, place.index, data, lane.bytes, lane.memory}},
-       std::move(arrived)});
+  if (envelope.bytes > 0 && place.read) place.read->hold_up(edge_->stream().handle());
+  const Slot slot{envelope.channel, lane.generation, place.index, data, lane.bytes, lane.memory};
+  return started_.emplace_back(Started{Arrival{envelope, slot}, nullptr});
+}
+
+void NcclReceiveLink::enqueue(const Arrival& message, nccl::CommunicatorHandle communicator,
+                              cuda::StreamHandle on) const {
+  const nccl::Api& nccl = edge_->nccl();
+  nccl.check(nccl.receive(message.slot.data, message.envelope.bytes, nccl::uint8, edge_->peer(), communicator, on));
+}
+
+void NcclReceiveLink::note_arrival(Started& message) {
+  message.arrived = event();
+  message.arrived->record(edge_->stream().handle());
+}
+
+void NcclReceiveLink::start(const Envelope& envelope, Stream stream, const Patience& patience) {
+  Started& message = place(envelope, stream);
+  if (envelope.bytes == 0) return;
+  edge_->run([this, &message](nccl::CommunicatorHandle communicator,
+                              cuda::StreamHandle on) { enqueue(message.arrival, communicator, on); },
+             patience);
+  note_arrival(message);
 }
 
 Arrival NcclReceiveLink::receive(Stream stream, const Patience& patience) {
   if (started_.empty()) {
-    if (waiting_.empty()) waiting_.push_back(envelope_of(hub_.take(peer_, FrameType::envelope, link_, patience)));
+    if (group_)
+      throw Error(Fault::usage, "a message is used before its receive was issued: the program was not verified");
+    if (waiting_.empty()) waiting_.push_back(take(patience));
     start(waiting_.front(), stream, patience);
     waiting_.pop_front();
   }

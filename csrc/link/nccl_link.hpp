@@ -2,6 +2,7 @@
 //
 // Order, of everything that touches a message (-> is "an event of the left is waited for by the right"):
 //   sender    compute that made the tensors -> ncclSend; the tensors are kept until sent() counts the message
+//             last ncclSend of a step -> compute after the step, which may overwrite what was sent (an input, a buffer)
 //   receiver  compute that read the slot's last message -> ncclRecv -> compute that reads this one
 // The host only enqueues. It waits for one thing: the envelope, which the sender's host sends over the control socket
 // as it issues the send, and without which the receiver knows neither the size nor the layout.
@@ -23,6 +24,7 @@
 #include "link/cuda_stream.hpp"
 #include "link/link.hpp"
 #include "link/nccl_edge.hpp"
+#include "link/nccl_group.hpp"
 
 namespace pypipe {
 
@@ -31,25 +33,44 @@ using Allocate = std::function<std::shared_ptr<void>(std::size_t bytes)>;
 
 class NcclSendLink final : public SendLink {
  public:
-  NcclSendLink(Hub& hub, int peer, std::uint32_t link, std::shared_ptr<NcclEdge> edge, Allocate allocate);
+  // With a group, messages leave with its next issue().
+  NcclSendLink(Hub& hub, int peer, std::uint32_t link, std::shared_ptr<NcclEdge> edge, Allocate allocate,
+               std::shared_ptr<NcclGroup> group);
   ~NcclSendLink() override;
 
   void reserve(std::uint32_t channel, std::uint32_t slots, std::size_t bytes, const Patience& patience) override;
   std::uint64_t send(const Envelope& envelope, std::span<const Part> parts, Stream stream,
                      const Patience& patience) override;
   [[nodiscard]] std::uint64_t sent() override;
+  void finish(Stream stream) override;
 
  private:
+  // Where messages of several parts are packed. Its last reader is the link's own stream.
+  struct Staging {
+    std::shared_ptr<void> memory;
+    std::size_t bytes = 0;
+  };
+  struct Outgoing {
+    const void* data = nullptr;
+    std::size_t bytes = 0;
+  };
+  Outgoing prepare(const Envelope& envelope, std::span<const Part> parts, Stream stream);
+  [[nodiscard]] std::byte* staging(std::size_t bytes);
+  void enqueue(const Outgoing& message, nccl::CommunicatorHandle communicator, cuda::StreamHandle on) const;
+
   Hub& hub_;
   const int peer_;
   const std::uint32_t link_;
   std::shared_ptr<NcclEdge> edge_;
   Allocate allocate_;
+  std::shared_ptr<NcclGroup> group_;
   cuda::Event made_;
-  std::shared_ptr<void> staging_;
+  cuda::Event left_;
+  std::vector<Staging> stagings_;  // one, and more where one group takes several messages
+  std::size_t packed_ = 0;         // how many of them the group at hand has filled
   std::deque<std::pair<std::uint64_t, std::shared_ptr<void>>> outgrown_;  // with the last message that used it
-  std::size_t staging_bytes_ = 0;
   std::uint64_t messages_ = 0;
+  std::uint64_t finished_ = 0;
   // Of messages that may not have left: how many operations the edge had started with each.
   std::deque<std::uint64_t> operations_;
 };
@@ -58,7 +79,7 @@ class NcclReceiveLink final : public ReceiveLink {
  public:
   // `slots`: for each channel of the link, how many.
   NcclReceiveLink(Hub& hub, int peer, std::uint32_t link, std::shared_ptr<NcclEdge> edge, Allocate allocate,
-                  const std::map<std::uint32_t, std::uint32_t>& slots);
+                  const std::map<std::uint32_t, std::uint32_t>& slots, std::shared_ptr<NcclGroup> group);
   ~NcclReceiveLink() override;
 
   void post(std::uint32_t channel, Stream stream, const Patience& patience) override;
@@ -84,6 +105,11 @@ class NcclReceiveLink final : public ReceiveLink {
   };
   [[nodiscard]] bool has_room(const Envelope& envelope) const;
   void start(const Envelope& envelope, Stream stream, const Patience& patience);
+  // Gives a message its slot, and lets the link's stream wait until that may be overwritten.
+  Started& place(const Envelope& envelope, Stream stream);
+  void enqueue(const Arrival& message, nccl::CommunicatorHandle communicator, cuda::StreamHandle on) const;
+  void note_arrival(Started& message);
+  [[nodiscard]] Envelope take(const Patience& patience);
   void grow(Lane& lane, std::size_t bytes, Stream stream);
   [[nodiscard]] std::shared_ptr<cuda::Event> event();
 
@@ -92,6 +118,7 @@ class NcclReceiveLink final : public ReceiveLink {
   const std::uint32_t link_;
   std::shared_ptr<NcclEdge> edge_;
   Allocate allocate_;
+  std::shared_ptr<NcclGroup> group_;
   std::map<std::uint32_t, Lane> lanes_;
   std::shared_ptr<cuda::EventPool> events_;
   std::deque<Envelope> waiting_;  // announced, but there was no room yet

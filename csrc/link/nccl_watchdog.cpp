@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <csignal>
 #include <optional>
 #include <string>
@@ -68,12 +69,17 @@ void NcclWatchdog::close(const Patience& patience) noexcept {
   }
   wake_.notify_all();
   if (thread_.joinable()) thread_.join();
+  if (hub_.cause()) {
+    for (const auto& edge : edges_) edge->abort();
+    return;
+  }
+  // In whatever order the ranks come here: each tells all its peers before it waits for any.
+  for (const auto& edge : edges_) edge->begin_close();
+  const auto deadline = std::chrono::steady_clock::now() + patience.timeout;
   for (const auto& edge : edges_) {
-    if (hub_.cause()) {
-      edge->abort();
-    } else {
-      edge->close(patience);
-    }
+    Patience left = patience;
+    left.timeout = std::max(deadline - std::chrono::steady_clock::now(), std::chrono::nanoseconds(0));
+    edge->end_close(left);
   }
 }
 

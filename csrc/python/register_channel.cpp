@@ -126,6 +126,12 @@ void register_channel(py::module_& module) {
       .def("send", &send, arg("layout"), arg("stage"), arg("kind"), arg("microbatch"), arg("rows"), arg("batch_rows"),
            arg("pointers"), arg("stream"), arg("patience"))
       .def("sent", &SendChannel::sent)
+      .def(
+          "finish",
+          [](SendChannel& channel, std::uintptr_t stream) {
+            channel.finish(Stream{reinterpret_cast<void*>(stream)});  // NOLINT(performance-no-int-to-ptr)
+          },
+          arg("stream"), Released())
       .def_property_readonly("counters", &counters<SendChannel>);
 
   py::class_<ReceiveChannel>(module, "ReceiveChannel")

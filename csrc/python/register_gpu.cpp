@@ -57,36 +57,48 @@ Allocate as_allocate(const AllocateFunction& function) {
   };
 }
 
-std::shared_ptr<NcclEdge> make_edge(const CudaApi& cuda, const NcclApi& nccl, const py::bytes& id, bool sends,
-                                    const std::string& name, int min_ctas, int max_ctas, const Patience& patience) {
+std::shared_ptr<NcclEdge> make_edge(const CudaApi& cuda, const NcclApi& nccl, const py::bytes& id, int rank,
+                                    NcclEdge::Traffic traffic, const std::string& name, int min_ctas, int max_ctas,
+                                    const Patience& patience) {
   nccl::UniqueId unique{};
   const std::string_view text = id;
   if (text.size() != sizeof(unique.internal)) throw Error(Fault::usage, "an NCCL unique id has 128 bytes");
   std::memcpy(unique.internal, text.data(), text.size());
   const py::gil_scoped_release released;
-  const auto side = sends ? NcclEdge::Side::sender : NcclEdge::Side::receiver;
-  return std::make_shared<NcclEdge>(cuda, nccl, unique, side, name, NcclOptions{min_ctas, max_ctas}, patience);
+  return std::make_shared<NcclEdge>(cuda, nccl, unique, rank, traffic, name, NcclOptions{min_ctas, max_ctas}, patience);
 }
 
 void register_nccl_links(py::module_& module) {
+  py::enum_<NcclEdge::Traffic>(module, "NcclTraffic", "What goes through an edge.")
+      .value("ONE_WAY", NcclEdge::Traffic::one_way)
+      .value("BOTH_WAYS", NcclEdge::Traffic::both_ways)
+      .value("TO_ITSELF", NcclEdge::Traffic::to_itself);
   py::class_<NcclEdge, std::shared_ptr<NcclEdge>>(module, "NcclEdge", "One end of a communicator of two ranks.")
-      .def(py::init(&make_edge), arg("cuda"), arg("nccl"), arg("unique_id"), arg("sends"), arg("name"), arg("min_ctas"),
-           arg("max_ctas"), arg("patience"),
+      .def(py::init(&make_edge), arg("cuda"), arg("nccl"), arg("unique_id"), arg("rank"), arg("traffic"), arg("name"),
+           arg("min_ctas"), arg("max_ctas"), arg("patience"),
            "Joins the communicator and connects; returns when the other end has done so too.");
+  py::class_<NcclGroup, std::shared_ptr<NcclGroup>>(module, "NcclGroup",
+                                                    "Transfers held back; see csrc/link/nccl_group.hpp.")
+      .def(py::init<>())
+      .def("issue", &NcclGroup::issue, arg("patience"), Released());
   py::class_<NcclSendLink, SendLink>(module, "NcclSendLink")
       .def(py::init([](Hub& hub, int peer, std::uint32_t link, std::shared_ptr<NcclEdge> edge,
-                       const AllocateFunction& allocate) {
-             return std::make_unique<NcclSendLink>(hub, peer, link, std::move(edge), as_allocate(allocate));
+                       const AllocateFunction& allocate, std::optional<std::shared_ptr<NcclGroup>> group) {
+             return std::make_unique<NcclSendLink>(hub, peer, link, std::move(edge), as_allocate(allocate),
+                                                   std::move(group).value_or(nullptr));
            }),
-           arg("hub"), arg("peer"), arg("link"), arg("edge"), arg("allocate"), py::keep_alive<1, 2>());
+           arg("hub"), arg("peer"), arg("link"), arg("edge"), arg("allocate"), arg("group"), py::keep_alive<1, 2>());
   py::class_<NcclReceiveLink, ReceiveLink>(module, "NcclReceiveLink")
       .def(py::init([](Hub& hub, int peer, std::uint32_t link, std::shared_ptr<NcclEdge> edge,
                        const AllocateFunction& allocate,
-                       const std::vector<std::pair<std::uint32_t, std::uint32_t>>& slots) {
+                       const std::vector<std::pair<std::uint32_t, std::uint32_t>>& slots,
+                       std::optional<std::shared_ptr<NcclGroup>> group) {
              return std::make_unique<NcclReceiveLink>(hub, peer, link, std::move(edge), as_allocate(allocate),
-                                                      std::map(slots.begin(), slots.end()));
+                                                      std::map(slots.begin(), slots.end()),
+                                                      std::move(group).value_or(nullptr));
            }),
-           arg("hub"), arg("peer"), arg("link"), arg("edge"), arg("allocate"), arg("slots"), py::keep_alive<1, 2>());
+           arg("hub"), arg("peer"), arg("link"), arg("edge"), arg("allocate"), arg("slots"), arg("group"),
+           py::keep_alive<1, 2>());
   py::class_<NcclWatchdog>(module, "NcclWatchdog", "Looks after communicators; see csrc/link/nccl_watchdog.hpp.")
       .def(py::init([](Hub& hub, std::vector<std::shared_ptr<NcclEdge>> edges, double limit) {
              return std::make_unique<NcclWatchdog>(

@@ -19,6 +19,7 @@ _REMEDIES = {
     "n_microbatches": "give every rank's schedule the same n_microbatches",
     "loss_fn": "give loss_fn on every rank, or on none (it is only called on the last stage)",
     "scale_grads": "give every rank's schedule the same scale_grads",
+    "communicators": "install the same NCCL and driver on every rank, or give PYPIPE_NCCL_COMMUNICATORS=pair to all",
 }
 
 
@@ -59,7 +60,7 @@ def comparison(program: Program | None, misfit: str | None) -> Callable[[Sequenc
     """
 
     def compare(cards: Sequence[Card]) -> None:
-        for key in ("version", "num_stages", "schedule", "n_microbatches", "loss_fn", "scale_grads"):
+        for key in ("version", "num_stages", "schedule", "n_microbatches", "loss_fn", "scale_grads", "communicators"):
             _require_equal(cards, key, _REMEDIES[key])
         if misfit is not None:
             raise ConfigurationError(misfit)

@@ -213,6 +213,9 @@ class C10dSendPort:
         self._counters["messages"] += 1
         self._counters["bytes"] += layout.bytes
 
+    def finish(self) -> None:
+        """Nothing: what is under way is a copy."""
+
     def _buffer(self, size: int) -> Tensor:
         """A buffer whose last message has left, or a new one while there are fewer than slots."""
         buffer: Tensor | None = None

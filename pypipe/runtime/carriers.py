@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -16,21 +17,28 @@ import torch
 from pypipe import _core
 from pypipe.errors import ConfigurationError
 from pypipe.program import Kind, Link
-from pypipe.runtime import libraries
+from pypipe.runtime import environment, libraries
 from pypipe.runtime.c10d import C10dReceivePort, C10dSendPort, Route
 from pypipe.runtime.channels import ReceivePort, SendPort
 from pypipe.runtime.nccl import Memory, NcclReceivePort, NcclSendPort
 from pypipe.runtime.rendezvous import Card, Meeting, read_all
 from pypipe.runtime.shm import CoreReceivePort, CoreSendPort
 
-__all__ = ["CHOICES", "Carrier", "carrier_of", "make"]
+__all__ = ["CHOICES", "Carrier", "carrier_of", "make", "single_communicator"]
 
 CHOICES = ("auto", "shm", "nccl", "c10d")
 """What PYPIPE_LINK may say."""
 
 
 class Carrier(Protocol):
-    """One way to move messages, for all links of a rank that go that way."""
+    """One way to move messages, for all links of a rank that go that way.
+
+    Attributes:
+        holds_back: whether transfers go out with issue() only.
+    """
+
+    @property
+    def holds_back(self) -> bool: ...
 
     def open(self, number: int, link: Link, channels: dict[int, int], *, sends: bool) -> None:
         """Opens this rank's end of a link. `channels` gives the slots of each channel on it, by number."""
@@ -40,6 +48,9 @@ class Carrier(Protocol):
 
     def receive_port(self, link: Link, channel: int, slots: int) -> ReceivePort:
         """The receiving end of a channel on an open link."""
+
+    def issue(self) -> None:
+        """Ends a run of transfers: what was held back, where `holds_back`, goes out."""
 
     def close(self) -> None:
         """Before the control sockets close. Never raises."""
@@ -64,6 +75,27 @@ def carrier_of(link: Link, cards: Sequence[Card]) -> str:
     return "shm" if shm else "nccl" if devices == {"cuda"} else "c10d"
 
 
+# NCCL's and the driver's first releases in which the host's order of calls is the order of the communicators; an older
+# driver has them run one after another, in which case a receive that is posted early stops everything behind it.
+_ORDERED_NCCL, _ORDERED_DRIVER = 22600, 12030
+
+
+def single_communicator(device: torch.device) -> bool:
+    """Whether two ranks have one NCCL communicator for all their links, as their programs then have to know.
+
+    Raises ConfigurationError where PYPIPE_NCCL_COMMUNICATORS is none of its choices.
+    """
+    choice = environment.read("PYPIPE_NCCL_COMMUNICATORS", ("auto", "link", "pair"))
+    if device.type != "cuda" and environment.read("PYPIPE_LINK", CHOICES) != "nccl":
+        return False
+    if choice != "auto":
+        return choice == "pair"
+    try:
+        return libraries.nccl().version < _ORDERED_NCCL or libraries.cuda().version < _ORDERED_DRIVER
+    except ConfigurationError:
+        return False  # said when the ranks connect, if a link is NCCL's at all
+
+
 def make(name: str, world: Any, meeting: Meeting, device: torch.device, patience: _core.Patience) -> Carrier:
     """The carrier of that name."""
     if name == "shm":
@@ -74,6 +106,8 @@ def make(name: str, world: Any, meeting: Meeting, device: torch.device, patience
 
 
 class _Shm:
+    holds_back = False
+
     def __init__(self, hub: _core.Hub, patience: _core.Patience) -> None:
         self._hub = hub
         self._patience = patience
@@ -92,6 +126,9 @@ class _Shm:
         core = _core.ReceiveChannel(self._hub, self._links[link], link.source_rank, channel, slots)
         return CoreReceivePort(core, self._patience)
 
+    def issue(self) -> None:
+        pass
+
     def close(self) -> None:
         self._links = {}  # the kernel frees the memory with its last mapping
 
@@ -109,10 +146,14 @@ class _Nccl:
         self._patience = patience
         self._memory = Memory(device)
         self._links: dict[Link, Any] = {}
-        self._edges: list[_core.NcclEdge] = []
+        self._edges: dict[Any, _core.NcclEdge] = {}
+        self.holds_back = single_communicator(device)
+        self._group = _core.NcclGroup() if self.holds_back else None
         self._watchdog: _core.NcclWatchdog | None = None
         self._cuda = libraries.cuda()
         self._nccl = libraries.nccl()
+        if (problem := libraries.one_queue()) is not None:
+            warnings.warn(problem, RuntimeWarning, stacklevel=2)
         # Before 2.26 NCCL knows no order among communicators; from then on the host's order counts, where this is set
         # (2.31 has it per communicator, which the core sets).
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
@@ -121,27 +162,50 @@ class _Nccl:
             torch.cuda.current_stream(device)  # makes the device's context current on this thread
 
     def open(self, number: int, link: Link, channels: dict[int, int], *, sends: bool) -> None:
-        key = f"{self._prefix}/nccl/{number}"
+        edge = self._edge(number, link)
+        args = (self._hub, link.target_rank if sends else link.source_rank, number, edge, self._memory.allocate)
         if sends:
-            self._world.store.set(key, self._nccl.unique_id().hex())
-        deadline = time.monotonic() + self._patience.timeout
-        source = link.source_rank
-        unique_id = bytes.fromhex(read_all(self._world, self._prefix, {source: key}, deadline)[source])
-        name = f"pypipe {'F' if link.kind is Kind.F else 'B'} {link.source_rank}>{link.target_rank}"
-        edge = _core.NcclEdge(
-            self._cuda, self._nccl, unique_id, sends, name, self._MIN_CTAS, self._MAX_CTAS, self._patience
-        )
-        self._edges.append(edge)
-        if sends:
-            self._links[link] = _core.NcclSendLink(self._hub, link.target_rank, number, edge, self._memory.allocate)
+            self._links[link] = _core.NcclSendLink(*args, self._group)
         else:
-            self._links[link] = _core.NcclReceiveLink(
-                self._hub, link.source_rank, number, edge, self._memory.allocate, list(channels.items())
-            )
+            self._links[link] = _core.NcclReceiveLink(*args, list(channels.items()), self._group)
+
+    def _edge(self, number: int, link: Link) -> _core.NcclEdge:
+        """The link's own communicator; with a group, the one of its two ranks, made for the first of their links."""
+        ends = [link.source_rank, link.target_rank]
+        key: Any = link
+        name = f"pypipe {'F' if link.kind is Kind.F else 'B'} {ends[0]}>{ends[1]}"
+        if self._group is not None:
+            ends.sort()
+            key = tuple(ends)
+            name = f"pypipe {ends[0]}-{ends[1]}"
+        if key in self._edges:
+            return self._edges[key]
+        where = f"{self._prefix}/nccl/{number}"
+        rank = ends.index(self._world.rank)
+        if rank == 0:
+            self._world.store.set(where, self._nccl.unique_id().hex())
+        deadline = time.monotonic() + self._patience.timeout
+        unique_id = bytes.fromhex(read_all(self._world, self._prefix, {ends[0]: where}, deadline)[ends[0]])
+        edge = self._edges[key] = _core.NcclEdge(
+            self._cuda,
+            self._nccl,
+            unique_id,
+            rank,
+            _core.NcclTraffic.ONE_WAY if self._group is None else _core.NcclTraffic.BOTH_WAYS,
+            name,
+            self._MIN_CTAS,
+            self._MAX_CTAS,
+            self._patience,
+        )
+        return edge
+
+    def issue(self) -> None:
+        if self._group is not None:
+            self._group.issue(self._patience)
 
     def _watch(self) -> None:
         if self._watchdog is None:
-            self._watchdog = _core.NcclWatchdog(self._hub, self._edges, self._patience.timeout)
+            self._watchdog = _core.NcclWatchdog(self._hub, list(self._edges.values()), self._patience.timeout)
 
     def send_port(self, link: Link, channel: int, slots: int) -> SendPort:
         self._watch()
@@ -157,7 +221,7 @@ class _Nccl:
         if self._watchdog is not None:
             with contextlib.suppress(Exception):
                 self._watchdog.close(_core.Patience(self._CLOSING_SECONDS))
-        self._links, self._edges = {}, []
+        self._links, self._edges, self._group = {}, {}, None
 
 
 # Far from the tags that a trainer uses for messages of its own in the same group.
@@ -165,6 +229,8 @@ _FIRST_TAG = 1 << 29
 
 
 class _C10d:
+    holds_back = False
+
     def __init__(self, world: Any, hub: _core.Hub, device: torch.device, patience: _core.Patience) -> None:
         if world.group is None:
             raise ConfigurationError(
@@ -194,6 +260,9 @@ class _C10d:
         port = C10dReceivePort(self._route(link.source_rank, channel, slots))
         self._ports.append(port)
         return port
+
+    def issue(self) -> None:
+        pass
 
     def close(self) -> None:
         for port in self._ports:

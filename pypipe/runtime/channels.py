@@ -44,6 +44,9 @@ class SendPort(Protocol):
     def send(self, layout: Any, tag: Tag, tensors: Sequence[Tensor]) -> None:
         """Sends dense tensors of that layout; they may be overwritten once the call (on a CPU) returns."""
 
+    def finish(self) -> None:
+        """Ends a step: what the current stream gets from now on may overwrite all that was sent."""
+
     @property
     def counters(self) -> dict[str, int]:
         """Messages, bytes, layouts, allocations, slots, slot_bytes so far."""
@@ -131,6 +134,10 @@ class SendChannel:
         sent = [trees.as_sent(tensor, strides) for tensor, strides in zip(tensors, layout.strides, strict=True)]
         self._port.send(layout.handle, Tag(self._stage, self._kind, microbatch, rows, batch_rows), sent)
         return tensors
+
+    def finish(self) -> None:
+        """Ends a step: the caller may now overwrite what was sent, such as an input that went through unchanged."""
+        self._port.finish()
 
     def _announce(self, description: trees.Description) -> _Outgoing:
         forgotten = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -38,6 +38,10 @@ class Connection:
         card: what must be equal on all ranks, by name (JSON values).
         compare: raises ConfigurationError where cards do not fit together.
         timeout: seconds that any wait may take.
+
+    Attributes:
+        senders, receivers: this rank's ends of the channels.
+        issue: ends a run of transfers that are held back to be issued together; None where none are.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class Connection:
         _hubs.add(self.hub)
         self.senders: dict[Channel, SendChannel] = {}
         self.receivers: dict[Channel, ReceiveChannel] = {}
+        self.issue: Callable[[], None] | None = None
         carriers: dict[str, Carrier] = {}
         self._finalizer = weakref.finalize(self, _close, carriers, self.hub)
         try:
@@ -110,6 +115,8 @@ class Connection:
                 carriers[way] = make(way, self.world, meeting, device, patience)
             on_it = {numbers[channel]: slots[channel] for channel, its_link in links.items() if its_link == link}
             carriers[way].open(number, link, on_it, sends=link.source_rank == me)
+        held = [carrier.issue for carrier in carriers.values() if carrier.holds_back]
+        self.issue = held[0] if held else None  # only NCCL's does
         for channel, link in links.items():
             kind = ord(channel.kind.label)
             carrier, number, count = carriers.get(ways[link]), numbers[channel], slots[channel]

@@ -28,6 +28,12 @@ VARIABLES: dict[str, Variable] = {
         "The address at which this rank's control socket listens for ranks on other hosts. Default: the one that "
         "this host uses to reach MASTER_ADDR.",
     ),
+    "PYPIPE_NCCL_COMMUNICATORS": Variable(
+        "auto",
+        "How many NCCL communicators two ranks have: one for each link, so that transfers of both directions run at "
+        "once (link); one for all, which runs one group of transfers after another (pair); or auto: link, unless NCCL "
+        "or the driver is too old to run several communicators in the order of the host's calls. Alike on all ranks.",
+    ),
     "PYPIPE_CUDA_LIBRARY": Variable(
         "",
         "The file of the CUDA driver to use. Default: the libcuda.so.1 that the loader finds.",

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from pypipe.program import Action, Channel, Kind, Link, Program, channel_of
+from pypipe.program.grouping import ends_of_groups
 from pypipe.runtime.execution import StageExecution
 
 __all__ = ["Executor"]
@@ -20,23 +21,34 @@ class Executor:
         program: the program, with its transfers.
         rank: this rank.
         stages: the stages that this rank holds, by their number in the program.
+        issue: called after each group of transfers, where they are held back until then.
     """
 
-    def __init__(self, program: Program, rank: int, stages: Mapping[int, StageExecution]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        stages: Mapping[int, StageExecution],
+        issue: Callable[[], None] | None = None,
+    ) -> None:
         # Everything that can be known before is done here: run() only calls.
         self._actions: list[Action] = []
         self._plan: list[Step] = []
         order = _LinkOrder(program, rank)
-        for action in program.ranks[rank]:
+        actions = program.ranks[rank]
+        ends = [False] * len(actions) if issue is None else ends_of_groups(program, rank)
+        for action, ends_group in zip(actions, ends, strict=True):
             stage, kind, microbatch = stages[action.stage], action.kind, action.microbatch
             if kind.is_receive:
                 channel = stage.receiver(Kind.F if kind is Kind.RECV_F else Kind.B)
                 if channel.posts:  # else the slot's return to the sender is all that it waits for
                     self._add(action, channel.post, microbatch)
-                continue
-            for early, earlier in order.before(action):
-                self._add(action, stages[early.target_stage].receiver(early.kind).take, earlier)
-            self._add(action, _call(action, stage), microbatch)
+            else:
+                for early, earlier in order.before(action):
+                    self._add(action, stages[early.target_stage].receiver(early.kind).take, earlier)
+                self._add(action, _call(action, stage), microbatch)
+            if ends_group and issue is not None:
+                self._add(action, _ignoring_microbatch(issue), microbatch)
         self._position = 0
 
     def _add(self, action: Action, call: Callable[[int], None], microbatch: int) -> None:
@@ -96,6 +108,10 @@ class _LinkOrder:
             early.append(next_one)
         self._taken.update(early)
         return early
+
+
+def _ignoring_microbatch(call: Callable[[], None]) -> Callable[[int], None]:
+    return lambda microbatch: call()
 
 
 def _call(action: Action, stage: StageExecution) -> Callable[[int], None]:

@@ -39,6 +39,7 @@ def fit(
     options: dict[str, Any],
     *,
     training: bool,
+    single_communicator: bool = False,
 ) -> Fitted:
     """Builds, lowers and verifies.
 
@@ -50,6 +51,8 @@ def fit(
         n_microbatches: M.
         options: what else the builder takes. The number of stages on each rank follows from S and P.
         training: whether there is a loss.
+        single_communicator: whether two ranks have one NCCL communicator for all that they exchange. Then a program's
+            own transfers, which were placed for one in each direction, are placed anew.
 
     Raises:
         ValueError: M, a name or an option cannot work; a ProgramError, which is one, where the program is faulty.
@@ -83,8 +86,20 @@ def fit(
     misfit = _misfit(program, num_stages)
     if misfit:
         return Fitted(misfit=misfit)
-    forward_only = verify(lower(program.compute_only().forward_only()))
-    return Fitted(_verified(program) if training else None, forward_only)
+    if single_communicator:
+        if len(program.chains) > 1:
+            raise ValueError(
+                f"{program.name} holds two copies of the model, which exchange gradients in both directions at once: "
+                "that needs an NCCL communicator for each link (NCCL 2.26 and a driver for CUDA 12.3, or later), and "
+                "here each pair of ranks has one (PYPIPE_NCCL_COMMUNICATORS)"
+            )
+        program = program.compute_only()
+    forward_only = _verified(program.compute_only().forward_only(), single_communicator)
+    if not training:
+        return Fitted(None, forward_only)
+    if not any(action.kind in (Kind.B, Kind.I) for actions in program.ranks for action in actions):
+        raise ValueError(f"the program {program.name} has no backward, but there is a loss_fn: leave that out")
+    return Fitted(_verified(program, single_communicator), forward_only)
 
 
 def _build(name: str, n_ranks: int, num_stages: int, n_microbatches: int, options: dict[str, Any]) -> Program | str:
@@ -121,9 +136,7 @@ def _misfit(program: Program, num_stages: int) -> str | None:
     return f"{where}: the schedule {program.name} {remedy}"
 
 
-def _verified(program: Program) -> Verified:
+def _verified(program: Program, single_communicator: bool) -> Verified:
     has_transfers = any(not action.kind.is_compute for actions in program.ranks for action in actions)
-    verified = verify(program if has_transfers else lower(program))
-    if not any(action.kind in (Kind.B, Kind.I) for actions in program.ranks for action in actions):
-        raise ValueError(f"the program {program.name} has no backward, but there is a loss_fn: leave that out")
-    return verified
+    lowered = program if has_transfers else lower(program, single_communicator=single_communicator)
+    return verify(lowered, single_communicator=single_communicator)

@@ -5,18 +5,33 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
 
 from pypipe import _core
 from pypipe.errors import ConfigurationError
 from pypipe.runtime import environment
 
-__all__ = ["NCCL_MISSING", "NCCL_NAME", "cuda", "find_cuda", "find_nccl", "nccl"]
+__all__ = ["MAX_CONNECTIONS", "NCCL_MISSING", "NCCL_NAME", "cuda", "find_cuda", "find_nccl", "nccl", "one_queue"]
 
 NCCL_NAME = "libnccl.so.2"
 NCCL_MISSING = (
     "CUDA builds of torch bring NCCL; else pip install 'pypipe[cu13]' (or 'pypipe[cu12]', as your driver has it), or "
     f"let PYPIPE_NCCL_LIBRARY say where {NCCL_NAME} is"
 )
+
+# A variable of CUDA's own: how many hardware queues the streams of a device share.
+MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def one_queue() -> str | None:
+    """What is wrong with CUDA_DEVICE_MAX_CONNECTIONS, if anything is."""
+    if os.environ.get(MAX_CONNECTIONS) != "1":
+        return None
+    return (
+        f"{MAX_CONNECTIONS}=1: all streams of a GPU share one queue of work, so a send can stand behind a receive that "
+        "waits for the other rank, and transfers overlap no compute. Megatron sets it for tensor parallelism; for a "
+        "pipeline, unset it."
+    )
 
 
 def find_cuda() -> tuple[_core.CudaLibrary | None, str]:

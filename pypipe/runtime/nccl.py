@@ -85,6 +85,10 @@ class NcclSendPort:
         while self._leaving and self._leaving[0][0] <= sent:
             self._leaving.popleft()
 
+    def finish(self) -> None:
+        """The current stream waits for what is still leaving."""
+        self._channel.finish(current_stream(self._device))
+
 
 class NcclReceivePort:
     """The receiving end."""

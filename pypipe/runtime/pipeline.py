@@ -160,6 +160,8 @@ class Pipeline:
             result = self._results(running, call, batch.rows)
             if copies is not None and call.training:
                 copies.finish()
+            for sender in running.connection.senders.values():
+                sender.finish()
         except BaseException as error:
             if copies is not None:
                 copies.abandon()
@@ -309,9 +311,9 @@ class Pipeline:
             modules = {stage: settings.pieces[position][1] for stage, position in held.items()}
             copies = Copies(program, rank, modules, connection.senders, connection.receivers)
         running = _Running(connection, stages, copies)
-        running.executors[False] = Executor(forward_only.program, rank, stages)
+        running.executors[False] = Executor(forward_only.program, rank, stages, connection.issue)
         if training is not None:
-            running.executors[True] = Executor(training.program, rank, stages)
+            running.executors[True] = Executor(training.program, rank, stages, connection.issue)
         return running
 
     def _slots(self) -> dict[Channel, int]:

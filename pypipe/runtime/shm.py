@@ -54,6 +54,9 @@ class CoreSendPort:
             self._patience,
         )
 
+    def finish(self) -> None:
+        """Nothing: send() has read what it sent."""
+
 
 class CoreReceivePort:
     """The receiving end of a channel of the core."""

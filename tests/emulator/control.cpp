@@ -129,6 +129,13 @@ void pypipe_emulator_freed(void* data, size_t bytes) {
   engine().memory.freed(lock, range_of(data, bytes));
 }
 
+void pypipe_emulator_recycled(void* data, size_t bytes, void* stream) {
+  PYPIPE_EMULATOR_ENTER();
+  engine().memory.take_from_pending(lock, range_of(data, bytes));
+  announce(data, bytes, stream, "later use of freed memory", true);
+  std::memset(data, poison, bytes);
+}
+
 void pypipe_emulator_launch(void* stream, const char* name, void (*run)(void*), void* argument,
                             const pypipe_emulator_range* ranges, size_t count) {
   PYPIPE_EMULATOR_ENTER();
@@ -141,6 +148,14 @@ void pypipe_emulator_launch(void* stream, const char* name, void (*run)(void*), 
   }
   const char* known = engine().intern(name == nullptr ? "kernel" : name);
   Streams::append(*target, std::make_unique<LaunchOperation>(known, run, argument, std::move(accesses)));
+}
+
+void pypipe_emulator_settle(void* stream) {
+  PYPIPE_EMULATOR_ENTER();
+  const auto target = engine().streams.find(handle_of(stream));
+  if (!target) return;
+  const std::shared_ptr<Record> record = Streams::record(*target, Issue::now());
+  engine().host_wait(lock, record->changed, "all work of " + target->name, [&] { return record->done; });
 }
 
 void pypipe_emulator_join_threads(void) {

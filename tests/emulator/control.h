@@ -99,10 +99,18 @@ void pypipe_emulator_writes(void* data, size_t bytes, void* stream, const char* 
 void pypipe_emulator_allocated(const void* data, size_t bytes);
 void pypipe_emulator_freed(void* data, size_t bytes);
 
+// The same for memory whose allocator belongs to a stream, as torch's does: what uses it next is later work of that
+// stream, which the host need not have waited for.
+void pypipe_emulator_recycled(void* data, size_t bytes, void* stream);
+
 // A kernel: `run(argument)` on the stream's own thread, occupying the device, with the accesses that are declared.
 // `run` may be NULL.
 void pypipe_emulator_launch(void* stream, const char* name, void (*run)(void*), void* argument,
                             const pypipe_emulator_range* ranges, size_t count);
+
+// Blocks the calling thread until the stream has done all that was issued to it, and orders nothing: for a test whose
+// compute really runs on the host while a stream stands for it.
+void pypipe_emulator_settle(void* stream);
 
 // With separate threads: the calling one is ordered after everything that the others know, as by a lock or a join
 // that the emulator can't see.

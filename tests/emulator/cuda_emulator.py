@@ -149,5 +149,13 @@ class Control:
         """To be called before the memory really is freed: it is filled with poison."""
         self._function("freed")(ctypes.c_void_p(data), ctypes.c_size_t(size))
 
+    def recycled(self, data: int, size: int, stream: int) -> None:
+        """As freed(), by an allocator that gives the memory to later work of the stream."""
+        self._function("recycled")(ctypes.c_void_p(data), ctypes.c_size_t(size), ctypes.c_void_p(stream))
+
+    def settle(self, stream: int) -> None:
+        """Waits for the stream, without an order in the checker's eyes."""
+        self._function("settle")(ctypes.c_void_p(stream))
+
     def join_threads(self) -> None:
         self._function("join_threads")()

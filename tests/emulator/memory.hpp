@@ -39,10 +39,10 @@ class Memory {
 
   [[nodiscard]] std::uint64_t allocations() const noexcept { return allocations_; }
   void reset_counter() noexcept { allocations_ = 0; }
-
- private:
+  // Reports each operation that still needs the memory, and gives it poison of its own.
   void take_from_pending(std::unique_lock<std::mutex>& lock, Range range);
 
+ private:
   std::map<std::uintptr_t, std::size_t> live_;     // our allocations
   std::map<std::uintptr_t, std::size_t> foreign_;  // announced by `allocated`
   std::map<std::uintptr_t, std::size_t> freed_;    // of both kinds

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import self_loop
 import torch
 import transparency
-from models import make
+from compute_stream import ComputeStream
+from models import make, twins, unpipelined
 from torch import nn
 
 import pypipe
@@ -17,14 +22,17 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "emulator"))
 
 import cuda_emulator
 
-_controls: dict[str, Any] = {}
 
-
-def control(folder: str) -> Any:
+@functools.cache
+def control() -> Any:
     """The emulator's control functions; the libraries are built already."""
-    if folder not in _controls:
-        _controls[folder] = cuda_emulator.Control(cuda_emulator.build())
-    return _controls[folder]
+    return cuda_emulator.Control(cuda_emulator.build())
+
+
+@functools.cache
+def compute_stream() -> ComputeStream:
+    """This process's compute."""
+    return ComputeStream(control(), os.environ["PYPIPE_CUDA_LIBRARY"])
 
 
 def _hazards(emulator: Any, rank: int) -> list[str]:
@@ -32,25 +40,85 @@ def _hazards(emulator: Any, rank: int) -> list[str]:
     return [f"rank {rank}: {count} hazards, the last: {emulator.last_report()}"] if count else []
 
 
-def seeds(rank: int, size: int, group: Any, cases: list[tuple[int, str, str, int, int]], **knobs: Any) -> list[str]:
-    """For each (seed, schedule, model, M, rows): the comparison with the unpipelined model, and what was reported."""
-    emulator = control("")
+def seeds(rank: int, size: int, group: Any, cases: list[tuple[int, transparency.Case]]) -> list[str]:
+    """For each seed and case: what differs from the unpipelined model, and what was reported."""
+    emulator, compute = control(), compute_stream()
     found: list[str] = []
-    for seed, *case in cases:
+    for seed, case in cases:
         emulator.reset_counters()
         emulator.set("seed", seed * 64 + rank)
-        found += [f"seed {seed}: {text}" for text in transparency.compare(rank, size, group, *case, True)]  # type: ignore[arg-type]
-        found += [f"seed {seed}: {text}" for text in _hazards(emulator, rank)]
+        with compute.installed():
+            found += transparency.compare(rank, size, group, *case)
+        emulator.settle(compute.handle)
+        found += _hazards(emulator, rank)
         if found:
-            break
+            return [f"seed {seed}, {case}: {text}" for text in found]
     return found
+
+
+def one_place(rank: int, size: int, group: Any, communicators: str, cases: list[tuple[int, Any]]) -> list[str]:
+    """The same where a device holds one NCCL kernel at a time, and no send ends before its receive."""
+    emulator, compute = control(), compute_stream()
+    found: list[str] = []
+    with patch.dict(os.environ, PYPIPE_NCCL_COMMUNICATORS=communicators), compute.installed():
+        for seed, case in cases:
+            emulator.reset_counters()
+            emulator.set("seed", seed * 64 + rank)
+            emulator.set("resident", 1)
+            emulator.set("staging", 0)
+            try:
+                found += transparency.compare(rank, size, group, *case, timeout=30 if communicators == "pair" else 2)
+            except pypipe.PipelineError as error:
+                found.append(f"{type(error).__name__}: {error}")
+            finally:
+                emulator.set("resident", 32)
+                emulator.set("staging", 65536)
+            emulator.settle(compute.handle)
+            found += _hazards(emulator, rank)
+            if found:
+                return [f"seed {seed}, {case}: {text}" for text in found]
+    return found
+
+
+def changing_layouts(rank: int, size: int, group: Any, seed: int) -> list[str]:
+    """Batches and sequences of other lengths, evaluations between them; compared after each step."""
+    emulator, compute = control(), compute_stream()
+    emulator.reset_counters()
+    emulator.set("seed", seed * 64 + rank)
+    modules, _, loss_fn = make("gpt", size, seed)
+    reference = twins(modules)
+    found: list[str] = []
+    with compute.installed():
+        stage = pypipe.PipelineStage(modules[rank], rank, size, torch.device("cpu"), group=group)
+        schedule = pypipe.Schedule1F1B(stage, n_microbatches=4, loss_fn=loss_fn, timeout=30)
+        for rows, length in [(8, 5), (8, 5), (5, 5), (8, 9), (4, 2), (11, 40), (8, 5)]:
+            x, y = torch.randint(11, (rows, length)), torch.randint(11, (rows, length))
+            schedule.step(x, target=y)
+            loss_fn(unpipelined(reference, x), y).backward()
+            for (name, a), b in zip(modules[rank].named_parameters(), reference[rank].parameters(), strict=True):
+                worst = transparency.difference(a.grad, b.grad)
+                if not worst <= transparency.TOLERANCE:
+                    found.append(f"rank {rank}, {rows} x {length}: the gradient of {name} differs by {worst:g}")
+            evaluated = schedule.eval(x[:4, :2])
+            if evaluated is not None and not torch.allclose(evaluated, unpipelined(reference, x[:4, :2])):
+                found.append(f"rank {rank}, {rows} x {length}: an evaluation differs")
+        schedule.close()
+    emulator.settle(compute.handle)
+    return found + _hazards(emulator, rank)
+
+
+def to_itself(rank: int, size: int, group: Any, model: str, n_stages: int) -> list[str]:
+    """As tests/gpu, on the emulator."""
+    emulator = control()
+    emulator.reset_counters()
+    return self_loop.train(torch.device("cpu"), model, n_stages, 4, 10) + _hazards(emulator, rank)
 
 
 def steady_state(
     rank: int, size: int, group: Any
 ) -> tuple[int, int, dict[Any, dict[str, int]], dict[Any, dict[str, int]]]:
     """Host synchronizations and device allocations during three steps after the first, and counters around them."""
-    emulator = control("")
+    emulator = control()
     modules, batch, loss = make("mlp", size)
     stage = pypipe.PipelineStage(modules[rank], rank, size, torch.device("cpu"), group=group)
     schedule = pypipe.Schedule1F1B(stage, n_microbatches=6, loss_fn=loss, timeout=30)
@@ -69,7 +137,7 @@ def steady_state(
 
 def dies(rank: int, size: int, group: Any, what: str) -> str:
     """A fault on rank 1 in the middle of a step; returns what this rank raised."""
-    emulator = control("")
+    emulator = control()
     stage = pypipe.PipelineStage(nn.Linear(4, 4).double(), rank, size, torch.device("cpu"), group=group)
     schedule = pypipe.Schedule1F1B(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss, timeout=5)
     x = torch.randn(8, 4, dtype=torch.float64)

@@ -14,6 +14,7 @@ import pypipe
 from pypipe.program import Program
 
 TOLERANCE = 1e-12
+CPU = torch.device("cpu")
 
 # Where each schedule has the model's pieces: one on each rank, looped, in a V, or two copies in opposite directions.
 SINGLE = ["ScheduleGPipe", "Schedule1F1B", "ScheduleZBH1", "ScheduleZBH2"]
@@ -50,7 +51,14 @@ def pieces_of(name: str, rank: int, size: int) -> list[int]:
 
 
 def build(
-    rank: int, size: int, group: Any, name: str, modules: list[nn.Module], n_microbatches: int, **options: Any
+    rank: int,
+    size: int,
+    group: Any,
+    name: str,
+    modules: list[nn.Module],
+    n_microbatches: int,
+    device: torch.device = CPU,
+    **options: Any,
 ) -> Pipelined:
     """A schedule of this name over the modules, which are the model's pieces; a second copy is made here.
 
@@ -66,15 +74,27 @@ def build(
     for piece in pieces:
         is_second = kind in BIDIRECTIONAL and len(held) == 1
         held.append((piece, copy.deepcopy(modules[piece]) if is_second else modules[piece]))
-    stages = [
-        pypipe.PipelineStage(module, piece, len(modules), torch.device("cpu"), group=group) for piece, module in held
-    ]
+    stages = [pypipe.PipelineStage(module, piece, len(modules), device, group=group) for piece, module in held]
     if program is not None:
         return Pipelined(pypipe.Schedule(program, stages, n_microbatches, **options), held)
     given = stages[0] if kind in SINGLE else stages
     if kind == "ScheduleAuto":
         options |= {"forward": 1.0, "input_backward": 1.25, "weight_backward": 0.75, "hop": 0.1, "effort": 0.05}
     return Pipelined(getattr(pypipe, kind)(given, n_microbatches=n_microbatches, **options), held)
+
+
+Case = tuple[str, str, int, int, bool]
+"""Schedule, model, M, rows of a batch, scale_grads."""
+
+
+def cases(schedule: str, model: str, size: int) -> list[Case]:
+    """What a schedule has to get right with so many ranks."""
+    found = []
+    for n_microbatches in sorted({1, 2, 3, size, 2 * size, 2 * size + 1}):
+        # A batch that M divides, and one that it does not; the smallest possible one too.
+        for rows in sorted({2 * n_microbatches, 2 * n_microbatches + 1, n_microbatches}):
+            found.append((schedule, model, n_microbatches, rows, True))
+    return found
 
 
 def difference(a: Tensor | None, b: Tensor | None) -> float:
@@ -101,14 +121,34 @@ def optimizer(modules: list[nn.Module]) -> Any:
 
 
 def compare(
-    rank: int, size: int, group: Any, name: str, model: str, n_microbatches: int, rows: int, scale_grads: bool
+    rank: int,
+    size: int,
+    group: Any,
+    name: str,
+    model: str,
+    n_microbatches: int,
+    rows: int,
+    scale_grads: bool,
+    timeout: float = 30,
+    device: torch.device = CPU,
 ) -> list[str]:
     """Three optimizer steps and evals in between; returns what differs, in words."""
     modules, make_batch, loss_fn = make(model, count_stages(name, size))
+    for module in modules:
+        module.to(device)
     reference = twins(modules)
-    batches = [make_batch(rows) for _ in range(4)]
+    batches = [[tensor.to(device) for tensor in make_batch(rows)] for _ in range(4)]
     schedule, held = build(
-        rank, size, group, name, modules, n_microbatches, loss_fn=loss_fn, scale_grads=scale_grads, timeout=30
+        rank,
+        size,
+        group,
+        name,
+        modules,
+        n_microbatches,
+        device,
+        loss_fn=loss_fn,
+        scale_grads=scale_grads,
+        timeout=timeout,
     )
     has_last = any(piece == len(modules) - 1 for piece, _ in held)
     differences: list[str] = []
@@ -157,6 +197,6 @@ def compare(
     return differences
 
 
-def compare_many(rank: int, size: int, group: Any, cases: list[tuple[str, str, int, int, bool]]) -> list[str]:
+def compare_many(rank: int, size: int, group: Any, cases: list[Case]) -> list[str]:
     """Several cases in one call."""
     return [f"{case}: {text}" for case in cases for text in compare(rank, size, group, *case)]

@@ -1,0 +1,157 @@
+"""The NCCL link within one process: what goes out comes back, over a communicator of one rank.
+
+A send to oneself needs its receive in the same NCCL group, so this is the path of one communicator for a pair of ranks
+(csrc/link/nccl_group.hpp), and all that one GPU alone can show. On the emulator the same code runs on CPU tensors.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from models import make, twins, unpipelined
+from transparency import difference
+
+from pypipe import _core
+from pypipe.program import Kind
+from pypipe.runtime import libraries
+from pypipe.runtime.batch import Batch, ChunkSpecs
+from pypipe.runtime.channels import ReceiveChannel, SendChannel
+from pypipe.runtime.execution import StageExecution
+from pypipe.runtime.nccl import Memory, NcclReceivePort, NcclSendPort
+
+FORWARD, BACKWARD = ord("F"), ord("B")
+
+
+class SelfLoop:
+    """Two ends of a pipeline in one process, an edge from the process to itself, and channels over it."""
+
+    def __init__(self, device: torch.device, timeout: float = 30.0) -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            torch.empty(1, device=device)  # makes the device's context current
+        self.device = device
+        self.patience = _core.Patience(timeout)
+        self.hubs = (_core.Hub(0), _core.Hub(1))
+        for hub, end, peer in zip(self.hubs, socket.socketpair(), (1, 0), strict=True):
+            end.setblocking(False)
+            hub.add_peer(peer, end.detach())
+        for hub in self.hubs:
+            hub.start()
+        cuda, nccl = libraries.cuda(), libraries.nccl()
+        self.edge = _core.NcclEdge(
+            cuda, nccl, nccl.unique_id(), 0, _core.NcclTraffic.TO_ITSELF, "pypipe self", 1, 4, self.patience
+        )
+        self.group = _core.NcclGroup()
+        self.watchdog = _core.NcclWatchdog(self.hubs[0], [self.edge], timeout)
+        self._memory = Memory(device)
+        self._links: list[Any] = []
+
+    def ports(self, slots: int, *, backwards: bool = False) -> tuple[NcclSendPort, NcclReceivePort]:
+        """The two ends of a new channel on a link of its own."""
+        number = len(self._links)
+        here, there = reversed(self.hubs) if backwards else self.hubs
+        allocate = self._memory.allocate
+        send_link = _core.NcclSendLink(here, there_rank(backwards), number, self.edge, allocate, self.group)
+        receive_link = _core.NcclReceiveLink(
+            there, here_rank(backwards), number, self.edge, allocate, [(number, slots)], self.group
+        )
+        self._links.append((send_link, receive_link))
+        sender = _core.SendChannel(here, send_link, there_rank(backwards), number, slots)
+        receiver = _core.ReceiveChannel(there, receive_link, here_rank(backwards), number, slots)
+        return (
+            NcclSendPort(sender, self.device, self.patience),
+            NcclReceivePort(receiver, self._memory, self.device, self.patience),
+        )
+
+    def issue(self) -> None:
+        """What was sent and posted goes out."""
+        self.group.issue(self.patience)
+
+    def close(self) -> None:
+        """Takes the communicator and the sockets down."""
+        self.watchdog.close(self.patience)
+        for hub in self.hubs:
+            hub.close()
+
+
+def here_rank(backwards: bool) -> int:
+    """The rank that sends."""
+    return int(backwards)
+
+
+def there_rank(backwards: bool) -> int:
+    """The rank that receives."""
+    return int(not backwards)
+
+
+def train(device: torch.device, model: str, n_stages: int, n_microbatches: int, rows: int, steps: int = 2) -> list[str]:
+    """GPipe over so many stages in this process; returns what differs from the model without a pipeline, in words."""
+    modules, make_batch, loss_fn = make(model, n_stages)
+    for module in modules:
+        module.to(device)
+    reference = twins(modules)
+    loop = SelfLoop(device)
+    try:
+        stages = _stages(loop, modules, loss_fn, n_microbatches)
+        found: list[str] = []
+        for _ in range(steps):
+            x, y = (tensor.to(device) for tensor in make_batch(rows))
+            _step(loop, stages, x, y, n_microbatches)
+            loss_fn(unpipelined(reference, x), y).backward()
+        for number, (module, other) in enumerate(zip(modules, reference, strict=True)):
+            for (name, a), b in zip(module.named_parameters(), other.parameters(), strict=True):
+                worst = difference(a.grad, b.grad)
+                if not worst <= 1e-12:
+                    found.append(f"{model}, {n_stages} stages, stage {number}: gradient of {name} differs by {worst:g}")
+        return found
+    finally:
+        loop.close()
+
+
+def _stages(loop: SelfLoop, modules: Sequence[Any], loss_fn: Any, n_microbatches: int) -> list[StageExecution]:
+    last = len(modules) - 1
+    forward = [loop.ports(n_microbatches) for _ in range(last)]
+    backward = [loop.ports(n_microbatches, backwards=True) for _ in range(last)]
+    return [
+        StageExecution(
+            module,
+            f"stage {number}",
+            last=number == last,
+            loss=loss_fn,
+            scale_grads=True,
+            splits=False,
+            receive_forward=ReceiveChannel(forward[number - 1][1], number - 1, FORWARD) if number else None,
+            send_forward=SendChannel(forward[number][0], number, FORWARD) if number < last else None,
+            receive_backward=ReceiveChannel(backward[number][1], number + 1, BACKWARD) if number < last else None,
+            send_backward=SendChannel(backward[number - 1][0], number, BACKWARD) if number else None,
+        )
+        for number, module in enumerate(modules)
+    ]
+
+
+def _step(loop: SelfLoop, stages: list[StageExecution], x: Any, y: Any, n_microbatches: int) -> None:
+    batch = Batch((x,), {}, y, ChunkSpecs(), n_microbatches, first=True, training=True)
+    for stage in stages:
+        stage.begin(batch, training=True, keep_results=False, with_loss=True, loss_kwargs=None)
+    for microbatch in range(n_microbatches):
+        for stage, after in zip(stages, [*stages[1:], None], strict=True):
+            stage.forward(microbatch)
+            if after is not None:
+                after.receiver(Kind.F).post(microbatch)
+                stage.send_forward(microbatch)
+                loop.issue()
+    for microbatch in reversed(range(n_microbatches)):
+        for stage, before in reversed(list(zip(stages, [None, *stages[:-1]], strict=True))):
+            stage.backward(microbatch)
+            if before is not None:
+                before.receiver(Kind.B).post(microbatch)
+                stage.send_backward(microbatch)
+                loop.issue()
+    for stage in stages:
+        stage.end_step()
+    batch.finish()
+    for stage in stages:
+        stage.reset()
