@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).parent / "emulator"))
 import cuda_emulator
 import nccl_bugs
 import nccl_cases
-import transparency
 
 SCHEDULES = ["ScheduleGPipe", "Schedule1F1B"]
 SEEDS = int(os.environ.get("PYPIPE_NCCL_SEEDS", "34"))

@@ -1,0 +1,437 @@
+"""Everything that one GPU can show of the NCCL link: is it right, and what does it cost?
+
+`python benchmarks/gpu.py [--json FILE] [--parts ...]` runs each part in a process of its own, with a limit, so that one
+which hangs or dies costs only itself. `--emulator FOLDER` runs all parts on the emulator that was built there
+(tests/emulator), which shows that the script works, and nothing about speed. benchmarks/gpu_check.sh calls this.
+
+Parts:
+  correct    stages in one process, their messages over a communicator of one rank: gradients equal
+  two        two processes on one GPU, where NCCL allows it; else what NCCL answered
+  sanitizer  compute-sanitizer on a small run of the first part
+  speed      latency and bandwidth beside bare ncclSend/ncclRecv, and the host's microseconds per call
+  hidden     how much of a transfer is hidden behind a matmul
+  c10d       torch.distributed's isend and irecv, between two processes on one GPU, where NCCL allows it
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+TESTS = HERE.parent / "tests"
+sys.path[:0] = [str(TESTS / "helpers"), str(HERE)]
+
+LIMITS = {"correct": 90, "two": 80, "sanitizer": 100, "speed": 60, "hidden": 40, "c10d": 60}
+SIZES = [8, 4096, 65536, 1 << 20, 16 << 20, 256 << 20]
+
+
+def main() -> int:
+    """Returns 0 where every part that could run was right."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE", help="write the results there too")
+    parser.add_argument("--parts", nargs="+", choices=LIMITS, default=list(LIMITS), metavar="PART")
+    parser.add_argument(
+        "--emulator", metavar="FOLDER", help="use the emulated driver and NCCL of this build, on the CPU"
+    )
+    parser.add_argument("--part", choices=[*LIMITS, "environment"], help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.part:
+        return _run_here(chosen.part)
+    environment = dict(os.environ)
+    if chosen.emulator:
+        folder = Path(chosen.emulator).resolve()
+        environment |= {
+            "PYPIPE_CUDA_LIBRARY": str(folder / "libcuda.so.1"),
+            "PYPIPE_NCCL_LIBRARY": str(folder / "libnccl.so.2"),
+            "PYPIPE_LINK": "nccl",
+            "PYPIPE_EMULATOR_DELAY_US": "0",
+            "PYPIPE_GPU_DRY": "1",
+        }
+    elif not _has_gpu():
+        print("no GPU that torch can use: nothing was run. On the emulator: --emulator FOLDER", file=sys.stderr)
+        return 2
+    results: dict[str, Any] = {"emulator": bool(chosen.emulator)}
+    for part in ["environment", *chosen.parts]:
+        results[part] = _run_apart(part, environment)
+        print(f"{part}: {json.dumps(results[part])}", flush=True)
+        if chosen.json:  # after each part: whoever runs out of time keeps what there is
+            Path(chosen.json).write_text(json.dumps(results, indent=2) + "\n")
+    parts = [result for result in results.values() if isinstance(result, dict)]
+    return int(any("error" in part or part.get("wrong") for part in parts))
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _run_apart(part: str, environment: dict[str, str]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        command = [sys.executable, str(Path(__file__).resolve()), "--part", part]
+        start = time.perf_counter()
+        try:
+            done = subprocess.run(
+                command,
+                env={**environment, "PYPIPE_GPU_RESULT": str(result)},
+                cwd=folder,  # not the clone, whose pypipe has no core
+                capture_output=True,
+                text=True,
+                timeout=LIMITS.get(part, 60),
+                check=False,
+            )
+        except subprocess.TimeoutExpired as late:
+            said = late.stderr.decode(errors="replace") if isinstance(late.stderr, bytes) else late.stderr or ""
+            return {"error": f"no end within {LIMITS.get(part, 60)} s", "said": said[-2000:]}
+        seconds = round(time.perf_counter() - start, 1)
+        if not result.exists():
+            return {"error": f"exit code {done.returncode}", "said": (done.stdout + done.stderr)[-4000:]}
+        return {**json.loads(result.read_text()), "seconds": seconds}
+
+
+def _run_here(part: str) -> int:
+    functions: dict[str, Callable[[], dict[str, Any]]] = {
+        "environment": _environment,
+        "correct": _correct,
+        "two": _two,
+        "sanitizer": _sanitizer,
+        "speed": _speed,
+        "hidden": _hidden,
+        "c10d": _c10d,
+    }
+    try:
+        result = functions[part]()
+    except Exception:
+        result = {"error": traceback.format_exc()[-4000:]}
+    Path(os.environ["PYPIPE_GPU_RESULT"]).write_text(json.dumps(result))
+    return 0
+
+
+def _is_dry() -> bool:
+    return "PYPIPE_GPU_DRY" in os.environ
+
+
+def _device() -> Any:
+    import torch
+
+    return torch.device("cpu") if _is_dry() else torch.device("cuda", 0)
+
+
+def _wait() -> None:
+    """For the device; on the emulator compute is the host."""
+    import torch
+
+    if not _is_dry():
+        torch.cuda.synchronize()
+
+
+def _environment() -> dict[str, Any]:
+    import torch
+
+    from pypipe import doctor
+
+    report = doctor.inspect()
+    return {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "gpus": report.gpus,
+        "driver": report.cuda.version,
+        "nccl": report.nccl.version,
+        "nccl_path": report.nccl.path,
+        "communicator": report.communicator,
+        "python": sys.version.split()[0],
+        "cores": len(os.sched_getaffinity(0)),
+    }
+
+
+def _correct() -> dict[str, Any]:
+    import self_loop
+
+    wrong: list[str] = []
+    cases = [(model, stages) for model in ("mlp", "gpt", "mixed", "identities") for stages in (2, 3)]
+    for model, stages in cases:
+        wrong += self_loop.train(_device(), model, stages, 4, 10)
+    return {"cases": len(cases), "wrong": wrong}
+
+
+def _sanitizer() -> dict[str, Any]:
+    tool = shutil.which("compute-sanitizer")
+    if tool is None or _is_dry():
+        return {"skipped": "there is no compute-sanitizer on the path" if tool is None else "not on the emulator"}
+    program = (
+        f"import sys; sys.path[:0] = [{str(TESTS / 'helpers')!r}]\n"
+        "import torch, self_loop\n"
+        "sys.exit(bool(self_loop.train(torch.device('cuda', 0), 'mlp', 2, 2, 4, 1)))"
+    )
+    done = subprocess.run(
+        [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=LIMITS["sanitizer"] - 10,
+        check=False,
+    )
+    said = (done.stdout + done.stderr)[-1500:]
+    return {"exit_code": done.returncode, "wrong": [said] if done.returncode else [], "said": said}
+
+
+def _compare_on_rank(rank: int, size: int, group: Any) -> list[str]:
+    import transparency
+
+    found = []
+    for schedule in ("ScheduleGPipe", "Schedule1F1B"):
+        found += transparency.compare(rank, size, group, schedule, "gpt", 4, 10, True, device=_device())
+    return found
+
+
+def _ready(rank: int, size: int, group: Any) -> None:
+    """Nothing: a pool's processes start with its first function."""
+
+
+def _pool() -> Any:
+    import rank_pool
+
+    pool = rank_pool.RankPool(2)
+    pool.run_raw(2, _ready, timeout=0.0)
+    return pool
+
+
+# How two ranks may share a GPU: from 2.30 on NCCL has a variable for it; before, ranks that seem to be on different
+# hosts are not compared.
+_WAYS: list[tuple[str, Callable[[int], dict[str, str]]]] = [
+    ("NCCL_MULTI_RANK_GPU_ENABLE=1", lambda rank: {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}),
+    ("distinct NCCL_HOSTID", lambda rank: {"NCCL_HOSTID": f"pypipe-{rank}"}),
+]
+
+
+def _set_and_compare(rank: int, size: int, group: Any, way: int) -> list[str]:
+    os.environ.update(_WAYS[way][1](rank))  # before NCCL is loaded by a first communicator
+    return _compare_on_rank(rank, size, group)
+
+
+def _two() -> dict[str, Any]:
+    answers: dict[str, Any] = {}
+    for number, (name, _) in enumerate(_WAYS):
+        pool = _pool()
+        try:
+            results = pool.run_raw(2, _set_and_compare, number, timeout=30.0)
+        except AssertionError as error:  # a rank that does not answer
+            answers[name] = str(error)
+            continue
+        finally:
+            pool.close()
+        raised = [result.error for result in results if hasattr(result, "error")]
+        if not raised:
+            return {"way": name, "answers": answers, "wrong": [text for found in results for text in found]}
+        answers[name] = str(raised[0])[-1500:]
+    return {"way": None, "answers": answers}
+
+
+class _Bare:
+    """ncclSend and ncclRecv to oneself in one group, called through ctypes: the floor."""
+
+    def __init__(self) -> None:
+        from pypipe.runtime import libraries
+
+        self._nccl = ctypes.CDLL(libraries.nccl().path)
+        identifier = (ctypes.c_char * 128).from_buffer_copy(libraries.nccl().unique_id())
+
+        class UniqueId(ctypes.Structure):
+            _fields_ = [("internal", ctypes.c_char * 128)]
+
+        self._communicator = ctypes.c_void_p()
+        unique = UniqueId.from_buffer_copy(identifier)
+        self._check(self._nccl.ncclCommInitRank(ctypes.byref(self._communicator), 1, unique, 0))
+
+    @staticmethod
+    def _check(result: int) -> None:
+        if result != 0:
+            raise RuntimeError(f"NCCL answered {result}")
+
+    def exchange(self, source: int, target: int, size: int, stream: int) -> None:
+        nccl, communicator = self._nccl, self._communicator
+        self._check(nccl.ncclGroupStart())
+        self._check(
+            nccl.ncclSend(ctypes.c_void_p(source), ctypes.c_size_t(size), 1, 0, communicator, ctypes.c_void_p(stream))
+        )
+        self._check(
+            nccl.ncclRecv(ctypes.c_void_p(target), ctypes.c_size_t(size), 1, 0, communicator, ctypes.c_void_p(stream))
+        )
+        self._check(nccl.ncclGroupEnd())
+
+
+def _per_call(exchange: Callable[[], None], count: int) -> tuple[float, float]:
+    """Microseconds per message until the device is done, and until the host is."""
+    for _ in range(3):
+        exchange()
+    _wait()
+    start = time.perf_counter()
+    for _ in range(count):
+        exchange()
+    issued = time.perf_counter()
+    _wait()
+    return (time.perf_counter() - start) / count * 1e6, (issued - start) / count * 1e6
+
+
+def _looped(size: int) -> tuple[Any, Callable[[], None]]:
+    """A self loop, and one message over it."""
+    import self_loop
+    import torch
+
+    from pypipe.runtime.channels import Tag
+
+    loop = self_loop.SelfLoop(_device())
+    sender, receiver = loop.ports(2)
+    layout = sender.announce("{}", [size], 0)
+    tensor = torch.zeros(size, dtype=torch.uint8, device=_device())
+    tag = Tag(0, self_loop.FORWARD, 0, 0, 0)
+
+    def exchange() -> None:
+        receiver.post()
+        sender.send(layout, tag, [tensor])
+        loop.issue()
+        receiver.release(receiver.receive(tag))
+
+    return loop, exchange
+
+
+def _speed() -> dict[str, Any]:
+    import torch
+
+    sizes = SIZES[:3] if _is_dry() else SIZES
+    rows = []
+    bare = None if _is_dry() else _Bare()
+    for size in sizes:
+        count = 20 if _is_dry() else max(10, min(1000, int(2e9 / max(size, 1 << 16))))
+        loop, exchange = _looped(size)
+        try:
+            device, host = _median(lambda exchange=exchange, count=count: _per_call(exchange, count))
+        finally:
+            loop.close()
+        row = {"bytes": size, "pypipe_us": device, "pypipe_host_us": host, "pypipe_GBps": size / device / 1e3}
+        if bare is not None:
+            source, target = (torch.zeros(size, dtype=torch.uint8, device=_device()) for _ in range(2))
+            stream = torch.cuda.Stream(_device())
+
+            def floor(size: int = size, source: Any = source, target: Any = target, stream: Any = stream) -> None:
+                bare.exchange(source.data_ptr(), target.data_ptr(), size, stream.cuda_stream)
+
+            device, host = _median(lambda floor=floor, count=count: _per_call(floor, count))
+            row |= {"bare_us": device, "bare_host_us": host, "bare_GBps": size / device / 1e3}
+        rows.append(row)
+    return {"rows": rows, "note": "one process, one send and one receive in a group; bare through ctypes"}
+
+
+def _median(measure: Callable[[], tuple[float, float]], rounds: int = 5) -> tuple[float, float]:
+    samples = [measure() for _ in range(1 if _is_dry() else rounds)]
+    return statistics.median(sample[0] for sample in samples), statistics.median(sample[1] for sample in samples)
+
+
+def _hidden() -> dict[str, Any]:
+    import torch
+
+    size = 4096 if _is_dry() else 64 << 20
+    loop, exchange = _looped(size)
+    width = 64 if _is_dry() else 8192
+    dtype = torch.float32 if _is_dry() else torch.bfloat16
+    a = torch.randn(width, width, device=_device(), dtype=dtype)
+    out = torch.empty_like(a)
+
+    def matmul() -> None:
+        torch.mm(a, a, out=out)
+
+    def seconds(*calls: Callable[[], None]) -> float:
+        samples = []
+        for _ in range(2 if _is_dry() else 7):
+            _wait()
+            start = time.perf_counter()
+            for call in calls:
+                call()
+            _wait()
+            samples.append(time.perf_counter() - start)
+        return statistics.median(samples)
+
+    import self_loop
+
+    from pypipe.runtime.channels import Tag
+
+    sender, receiver = loop.ports(2)
+    layout = sender.announce("{}", [size], 0)
+    tensor = torch.zeros(size, dtype=torch.uint8, device=_device())
+    tag = Tag(0, self_loop.FORWARD, 0, 0, 0)
+
+    def start() -> None:
+        receiver.post()
+        sender.send(layout, tag, [tensor])
+        loop.issue()
+
+    def end() -> None:
+        receiver.release(receiver.receive(tag))
+
+    try:
+        matmul()
+        exchange()
+        transfer, compute, both = seconds(start, end), seconds(matmul), seconds(start, matmul, end)
+    finally:
+        loop.close()
+    hidden = (transfer + compute - both) / min(transfer, compute)
+    times = {"transfer_us": transfer * 1e6, "matmul_us": compute * 1e6, "both_us": both * 1e6}
+    return {"bytes": size, **times, "hidden": hidden}
+
+
+def _c10d_rank(rank: int, size: int, group: Any, way: int) -> list[dict[str, float]]:
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(_WAYS[way][1](rank))
+    torch.cuda.set_device(0)
+    pair = dist.new_group([0, 1], backend="nccl")
+    rows = []
+    for bytes_ in SIZES:
+        tensor = torch.zeros(bytes_, dtype=torch.uint8, device="cuda")
+        count = max(10, min(300, int(1e9 / max(bytes_, 1 << 16))))
+
+        def exchange(tensor: Any = tensor) -> None:
+            work = dist.isend(tensor, 1, pair) if rank == 0 else dist.irecv(tensor, 0, pair)
+            work.wait()
+
+        device, host = _per_call(exchange, count)
+        rows.append({"bytes": bytes_, "us": device, "host_us": host})
+    return rows
+
+
+def _c10d() -> dict[str, Any]:
+    if _is_dry():
+        return {"skipped": "not on the emulator"}
+    answers: dict[str, Any] = {}
+    for number, (name, _) in enumerate(_WAYS):
+        pool = _pool()
+        try:
+            results = pool.run_raw(2, _c10d_rank, number, timeout=25.0)
+        except AssertionError as error:
+            answers[name] = str(error)
+            continue
+        finally:
+            pool.close()
+        raised = [result.error for result in results if hasattr(result, "error")]
+        if not raised:
+            return {"way": name, "sender": results[0], "receiver": results[1]}
+        answers[name] = str(raised[0])[-1500:]
+    return {"way": None, "answers": answers}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
