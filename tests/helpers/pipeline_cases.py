@@ -74,7 +74,7 @@ class Trainee:
         """Compares gradients, and takes an optimizer step."""
         self.check_gradients()
         for module in (self.module, *self.reference):
-            optimizer = transparency.optimizer(module)
+            optimizer = transparency.optimizer([module])
             if optimizer is not None:
                 optimizer.step()
                 optimizer.zero_grad()
