@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from pypipe.errors import (
     ConfigurationError,
+    CorruptionError,
     InputError,
     LayoutError,
     MismatchError,
+    NonFiniteError,
     PeerLost,
     PipelineError,
     PipelineTimeout,
@@ -42,9 +44,11 @@ __version__ = _version("pypipe")
 
 __all__ = [
     "ConfigurationError",
+    "CorruptionError",
     "InputError",
     "LayoutError",
     "MismatchError",
+    "NonFiniteError",
     "PeerLost",
     "PipelineError",
     "PipelineStage",

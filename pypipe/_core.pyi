@@ -4,7 +4,7 @@ The C++ core of pypipe: control sockets, links and channels. Not a public interf
 from __future__ import annotations
 import collections.abc
 import typing
-__all__: list[str] = ['CoreError', 'CudaLibrary', 'Envelope', 'Hub', 'LayoutAnnouncer', 'LayoutBook', 'Message', 'NcclEdge', 'NcclGroup', 'NcclLibrary', 'NcclReceiveLink', 'NcclSendLink', 'NcclTraffic', 'NcclWatchdog', 'PART_ALIGNMENT', 'Patience', 'ReceiveChannel', 'ReceiveLink', 'SendChannel', 'SendLayout', 'SendLink', 'ShmReceiveLink', 'ShmSendLink', 'check_tag', 'loaded_library', 'open_cuda', 'open_nccl', 'pack']
+__all__: list[str] = ['CoreError', 'CudaLibrary', 'Envelope', 'Hub', 'LayoutAnnouncer', 'LayoutBook', 'Message', 'NcclEdge', 'NcclGroup', 'NcclLibrary', 'NcclReceiveLink', 'NcclSendLink', 'NcclTraffic', 'NcclWatchdog', 'PART_ALIGNMENT', 'Patience', 'ReceiveChannel', 'ReceiveLink', 'Recorder', 'SendChannel', 'SendLayout', 'SendLink', 'ShmReceiveLink', 'ShmSendLink', 'check_tag', 'loaded_library', 'open_cuda', 'open_nccl', 'pack']
 class CoreError(RuntimeError):
     fault: typing.ClassVar[str] = ''
 class Patience:
@@ -13,6 +13,10 @@ class Patience:
     """
     def __init__(self, timeout: typing.SupportsFloat | typing.SupportsIndex, spins: typing.SupportsInt | typing.SupportsIndex = 0, longest_spin: typing.SupportsFloat | typing.SupportsIndex = 0.0) -> None:
         ...
+    def prolong(self) -> bool:
+        """
+        Once the timeout has passed: whether to wait as long again.
+        """
     @property
     def spins(self) -> int:
         ...
@@ -46,6 +50,36 @@ class Envelope:
     @property
     def stage(self) -> int:
         ...
+class Recorder:
+    """
+    A ring of what this rank did last; see csrc/control/recorder.hpp.
+    """
+    def __init__(self, rank: typing.SupportsInt | typing.SupportsIndex, capacity: typing.SupportsInt | typing.SupportsIndex, path: str) -> None:
+        ...
+    def activity(self) -> str:
+        ...
+    def begin(self, code: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        stage << 40 | kind << 32 | microbatch; ends the action before it.
+        """
+    def deeds(self) -> list[tuple[int, int, int, int, int, int, int]]:
+        ...
+    def discard(self) -> None:
+        ...
+    def end(self) -> None:
+        ...
+    def ready(self) -> None:
+        ...
+    def set_busy(self, work: str) -> None:
+        ...
+    def set_cause(self, cause: str) -> None:
+        ...
+    def start_trace(self, capacity: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    def step(self) -> None:
+        ...
+    def stop_trace(self) -> list[tuple[int, int, int, int, int, int, int]]:
+        ...
 class Hub:
     """
     The control sockets of one rank, and the thread that reads them.
@@ -60,13 +94,23 @@ class Hub:
         """
         Takes over a connected, authenticated stream socket.
         """
+    def ask(self, ranks: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> list[tuple[str, bool]]:
+        ...
     def cause(self) -> str | None:
         ...
     def check(self, peer: typing.SupportsInt | typing.SupportsIndex) -> None:
         ...
     def close(self) -> None:
         ...
+    def prolonging(self, patience: Patience, ranks: typing.SupportsInt | typing.SupportsIndex) -> Patience:
+        """
+        The same patience, prolonged for as long as a rank says that it is busy.
+        """
     def send_envelope(self, peer: typing.SupportsInt | typing.SupportsIndex, envelope: Envelope, channel: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> None:
+        ...
+    def set_recorder(self, recorder: Recorder) -> None:
+        ...
+    def share_record(self, peer: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> None:
         ...
     def start(self) -> None:
         ...

@@ -94,7 +94,7 @@ def doctor(as_json: bool) -> None:
 
 
 @main.command()
-@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@click.argument("names", nargs=-1, metavar="NAME...")
 @click.option("-p", "--ranks", type=int, help="P, the number of ranks.", show_default=False)
 @click.option("-m", "--microbatches", type=int, help="M, the number of microbatches.", show_default=False)
 @click.option("-v", "--stages-per-rank", type=int, help="Stages on each rank, for schedules that have several.")
@@ -107,6 +107,11 @@ def doctor(as_json: bool) -> None:
 @click.option("--svg", type=click.Path(path_type=Path), help="Write the timeline as SVG into this file.")
 @click.option("--html", type=click.Path(path_type=Path), help="Write it as one HTML page with zoom.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write it as a Chrome trace, for Perfetto.")
+@click.option(
+    "--record",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Show what the ranks did last before a failure, from the records in this folder (PYPIPE_RECORD_DIR).",
+)
 def show(
     names: tuple[str, ...],
     ranks: int | None,
@@ -116,6 +121,7 @@ def show(
     tb: str | None,
     tw: str | None,
     tc: str | None,
+    record: Path | None,
     **files: Path | None,
 ) -> None:
     """Draw the timeline of a schedule, a program or a trace, or several below each other.
@@ -123,6 +129,17 @@ def show(
     NAME is a schedule's name, such as 1f1b; a CSV file with a program; or a .json file, such as --trace wrote. Times
     are in a unit of yours; a trace takes them as microseconds.
     """
+    if record is not None:
+        from pypipe import flight
+
+        try:
+            click.echo(flight.timeline(flight.find(record)))
+        except flight.FlightError as error:
+            raise _BadInput(str(error)) from error
+        return
+    if not names:
+        raise _BadInput("give the name of a schedule or a file, or --record with a folder")
+
     from pypipe import show as views
 
     try:

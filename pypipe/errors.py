@@ -6,9 +6,11 @@ from typing import Any
 
 __all__ = [
     "ConfigurationError",
+    "CorruptionError",
     "InputError",
     "LayoutError",
     "MismatchError",
+    "NonFiniteError",
     "PeerLost",
     "PipelineError",
     "PipelineTimeout",
@@ -34,6 +36,14 @@ class LayoutError(PipelineError, TypeError):
 
 class MismatchError(PipelineError):
     """A message is not the one that this rank expected: the ranks run different programs."""
+
+
+class CorruptionError(PipelineError):
+    """A message's bytes changed between two ranks; found by `check="checksum"`."""
+
+
+class NonFiniteError(PipelineError, ArithmeticError):
+    """A stage, a loss or a backward made a NaN or an infinity; found by `check="nan"`, where it first arose."""
 
 
 class PeerLost(PipelineError):

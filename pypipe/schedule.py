@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from pypipe.errors import ConfigurationError
 from pypipe.program import Channel, Program
 from pypipe.runtime.batch import ChunkSpecs
 from pypipe.runtime.carriers import single_communicator
+from pypipe.runtime.checks import wanted
 from pypipe.runtime.fitting import Fitted, fit
 from pypipe.runtime.pipeline import Call, Pipeline, Settings
 from pypipe.runtime.rendezvous import refuse
@@ -42,6 +44,9 @@ class Schedule:
         scale_grads: True: gradients are those of the mean over the whole batch, for a loss_fn that takes the mean over
             its microbatch, each microbatch weighted by its share of the rows. False: plain sums over microbatches.
         timeout: seconds (or a timedelta) that a rank waits for another one before it raises PipelineTimeout.
+        check: "nan" looks through what every action makes and raises NonFiniteError at the first NaN or infinity;
+            "checksum" sends checksums along and raises CorruptionError where a message changed on its way (not over
+            NCCL). One of them or a list; they cost time.
         options: what else the builder takes, by its own names.
 
     Raises:
@@ -60,6 +65,7 @@ class Schedule:
         scale_grads: bool = True,
         *,
         timeout: float | datetime.timedelta = 600.0,
+        check: str | Sequence[str] | None = None,
         **options: Any,
     ) -> None:
         given = _listed(stages)
@@ -67,6 +73,10 @@ class Schedule:
         indices = ", ".join(str(stage.stage_index) for stage in given)
         seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else float(timeout)
         problem = _problem(given, n_microbatches, loss_fn, seconds)
+        try:
+            checks = wanted(check)
+        except ValueError as error:
+            problem, checks = problem or str(error), frozenset()
         fitted, single = Fitted(), False
         if problem is None:
             try:
@@ -100,6 +110,7 @@ class Schedule:
             scale_grads=bool(scale_grads),
             specs=ChunkSpecs(args_chunk_spec, kwargs_chunk_spec, output_merge_spec),
             timeout=seconds,
+            checks=checks,
         )
         self._pipeline = Pipeline(self._settings)
 
@@ -160,7 +171,9 @@ class Schedule:
 
         Raises:
             InputError: the batch does not fit; RemoteStageError, PeerLost, PipelineTimeout: another rank failed, died
-                or did not come; or whatever a stage or the loss function raised on this rank.
+                or did not come; or whatever a stage or the loss function raised on this rank. Then `.grad` holds what
+                was there before and the microbatches whose backward had ended (a note of the error says how many);
+                parameters are untouched. This schedule refuses to go on: build a new one, on every rank.
         """
         training = self._settings.loss is not None
         return self._pipeline.run(Call(args, kwargs, target, losses, return_outputs, loss_kwargs, training))
@@ -179,6 +192,26 @@ class Schedule:
         Arguments, result and errors are step()'s. Module.eval() is yours to call.
         """
         return self._pipeline.run(Call(args, kwargs, target, losses, return_outputs, loss_kwargs, training=False))
+
+    @contextlib.contextmanager
+    def busy(self, work: str) -> Iterator[None]:
+        """Says that this rank is alive and works: ranks that wait for it meanwhile wait beyond their timeout.
+
+        `with schedule.busy("writing a checkpoint"): ...`, around anything that may take longer than `timeout`: between
+        steps, or inside a stage. It helps nobody whose process has stopped or died.
+
+        Args:
+            work: what for, in a few words; other ranks' errors show it.
+        """
+        recorder = self._pipeline.recorder
+        if recorder is None:  # nobody waits yet
+            yield
+            return
+        recorder.core.set_busy(work or "busy")
+        try:
+            yield
+        finally:
+            recorder.core.set_busy("")
 
     def close(self) -> None:
         """Leaves the pipeline. Idempotent; also done when the schedule is collected and when Python exits."""

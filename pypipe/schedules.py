@@ -48,9 +48,10 @@ class _Single(Schedule):
         scale_grads: bool = True,
         *,
         timeout: float | datetime.timedelta = 600.0,
+        check: str | Sequence[str] | None = None,
     ) -> None:
         specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
-        super().__init__(self._name, stage, n_microbatches, loss_fn, *specs, scale_grads, timeout=timeout)
+        super().__init__(self._name, stage, n_microbatches, loss_fn, *specs, scale_grads, timeout=timeout, check=check)
 
 
 class _Multi(Schedule):
@@ -75,9 +76,10 @@ class _Multi(Schedule):
         defer_pp_recv: bool = False,
         *,
         timeout: float | datetime.timedelta = 600.0,
+        check: str | Sequence[str] | None = None,
     ) -> None:
         specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
-        super().__init__(self._name, stages, n_microbatches, loss_fn, *specs, scale_grads, timeout=timeout)
+        super().__init__(self._name, stages, n_microbatches, loss_fn, *specs, scale_grads, timeout=timeout, check=check)
 
 
 class ScheduleGPipe(_Single):
@@ -153,9 +155,10 @@ class ScheduleLoopedBFS(_Multi):
         args_chunk_spec: Any = None,
         kwargs_chunk_spec: Any = None,
         timeout: float | datetime.timedelta = 600.0,
+        check: str | Sequence[str] | None = None,
     ) -> None:
         specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
-        super().__init__(stages, n_microbatches, loss_fn, *specs, scale_grads, timeout=timeout)
+        super().__init__(stages, n_microbatches, loss_fn, *specs, scale_grads, timeout=timeout, check=check)
 
 
 class ScheduleZBVZeroBubble(_Multi):

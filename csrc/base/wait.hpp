@@ -30,12 +30,13 @@ struct alignas(64) Doorbell {
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
 
 // How long and how eagerly to wait. `interruption` is called now and then while waiting and may throw
-// (Ctrl-C).
+// (Ctrl-C). `prolong` is called when the timeout has passed, and says whether to wait as long again.
 struct Patience {
   std::chrono::nanoseconds timeout{std::chrono::minutes(10)};
   std::uint32_t spins = 0;                   // polls before parking; few where ranks outnumber cores
   std::chrono::nanoseconds longest_spin{0};  // more polls, for so long, by a waiter with a habit of short waits
   std::function<void()> interruption;
+  std::function<bool()> prolong;
 };
 
 // How long one waiter's waits have taken lately. To sleep and to be woken costs tens of microseconds, the one who
@@ -83,7 +84,7 @@ bool poll(const Patience& patience, bool long_spin, std::chrono::steady_clock::t
 
 template <class Ready, class Trouble>
 bool sleep(Doorbell& bell, const Patience& patience, Ready& ready, Trouble& trouble) {
-  const auto deadline = std::chrono::steady_clock::now() + patience.timeout;
+  auto deadline = std::chrono::steady_clock::now() + patience.timeout;
   const struct Sleeper {
     explicit Sleeper(Doorbell& at) noexcept : bell(at) { bell.sleepers.fetch_add(1, std::memory_order_seq_cst); }
     ~Sleeper() { bell.sleepers.fetch_sub(1, std::memory_order_relaxed); }
@@ -101,7 +102,11 @@ bool sleep(Doorbell& bell, const Patience& patience, Ready& ready, Trouble& trou
       throw;
     }
     if (patience.interruption) patience.interruption();
-    if (std::chrono::steady_clock::now() >= deadline) return ready();
+    if (std::chrono::steady_clock::now() >= deadline) {
+      if (ready()) return true;
+      if (!patience.prolong || !patience.prolong()) return ready();
+      deadline = std::chrono::steady_clock::now() + patience.timeout;
+    }
     park(bell, seen, deadline);
   }
 }

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/error.hpp"
+#include "control/recorder.hpp"
 
 namespace pypipe {
 namespace {
@@ -33,7 +34,11 @@ std::optional<std::size_t> limit(FrameType type) noexcept {
       return std::size_t{256};
     case FrameType::abort:
       return abort_limit;
+    case FrameType::answer:
+      return sizeof(Activity);
     case FrameType::leave:
+    case FrameType::record:
+    case FrameType::ask:
       return std::size_t{0};
   }
   return std::nullopt;
@@ -88,8 +93,8 @@ std::optional<Frame> FrameReader::next() {
   frame.channel = header.channel;
   frame.value = header.value;
   frame.payload.assign(buffer_, start_ + frame_header_bytes, header.bytes);
-  if (type == FrameType::memory) {
-    if (descriptors_.empty()) throw Error(Fault::protocol, "a memory frame came without its descriptor");
+  if (type == FrameType::memory || type == FrameType::record) {
+    if (descriptors_.empty()) throw Error(Fault::protocol, "a frame came without its descriptor");
     frame.descriptor = std::move(descriptors_.front());
     descriptors_.pop_front();
   }

@@ -21,6 +21,9 @@ enum class FrameType : std::uint16_t {
   envelope = 3,  // channel; payload: an Envelope, for links that do not carry it themselves
   abort = 4,     // payload: the first cause, as JSON
   leave = 5,     // the peer closes its end in good order
+  record = 6,    // carries the descriptor of the sender's record; see control/recorder.hpp
+  ask = 7,       // channel = the rank that asks what everybody does, value = its question's number
+  answer = 8,    // the same; payload: an Activity
 };
 
 struct Frame {

@@ -13,6 +13,7 @@
 #include <csignal>
 #include <cstring>
 #include <exception>
+#include <thread>
 #include <utility>
 
 #include "base/error.hpp"
@@ -26,6 +27,8 @@ constexpr std::size_t most_frames = 1 << 16;
 constexpr std::size_t most_inbox_bytes = std::size_t{64} << 20;
 constexpr std::size_t most_descriptors = 256;
 constexpr std::chrono::milliseconds farewell{500};  // patience for abort and leave frames
+constexpr std::size_t most_ranks = 1 << 16;         // that are believed to ask or to answer
+constexpr std::chrono::milliseconds moment{500};    // for a question that nobody shall notice
 
 enum class Written { all, nothing, half };
 
@@ -82,11 +85,6 @@ Written write_all(int fd, std::span<const iovec> parts, int descriptor, std::chr
 
 iovec part(const void* data, std::size_t bytes) {
   return {const_cast<void*>(data), bytes};  // sendmsg only reads
-}
-
-std::string lost_cause(int lost, int seen_by, std::string_view how) {
-  return R"({"kind":"lost","rank":)" + std::to_string(lost) + R"(,"seen_by":)" + std::to_string(seen_by) +
-         R"(,"how":)" + quoted(how) + "}";
 }
 
 }  // namespace
@@ -154,8 +152,11 @@ void Hub::send(int peer, FrameType type, std::uint32_t channel, std::uint64_t va
     if (interrupted) std::rethrow_exception(interrupted);
   } catch (const Error& error) {
     if (error.fault() != Fault::system) throw;
-    // The hub thread sees the same broken socket and says why; without it, this is all there is to say.
-    check(peer);
+    // The hub thread comes to the same end of the socket, behind what the peer said before; that says why.
+    Patience soon = patience;
+    soon.timeout = farewell;
+    soon.prolong = nullptr;
+    (void)await(arrivals_, soon, [] { return false; }, [&] { check(peer); });
     throw Error(Fault::peer_gone, "rank " + std::to_string(peer) + " is gone: " + error.what());
   }
   if (written) return;
@@ -204,6 +205,100 @@ void Hub::check(int peer) const {
   }
 }
 
+void Hub::set_recorder(std::shared_ptr<Recorder> recorder) {
+  if (thread_.joinable() || closing_) throw Error(Fault::usage, "set_recorder() after start()");
+  recorder_ = std::move(recorder);
+}
+
+void Hub::share_record(int peer, const Patience& patience) {
+  if (recorder_) send(peer, FrameType::record, 0, 0, {}, patience, recorder_->descriptor());
+}
+
+std::vector<Hub::Answer> Hub::ask(std::size_t ranks, const Patience& patience) {
+  const std::scoped_lock turn(asking_);
+  std::uint64_t number = 0;
+  {
+    const std::scoped_lock lock(mutex_);
+    answers_.clear();
+    number = ++question_;
+  }
+  const auto me = static_cast<std::uint32_t>(rank_);
+  for (auto& [rank, peer] : peers_) offer(*peer, FrameType::ask, me, number, {});
+  const auto everybody = [&] {
+    if (failed_.load(std::memory_order_acquire)) return true;  // ranks leave now, and the cause says more
+    const std::scoped_lock lock(mutex_);
+    return answers_.size() + 1 >= ranks;
+  };
+  (void)await(arrivals_, patience, everybody, [] {});
+  std::vector<Answer> all;
+  if (recorder_) all.push_back({recorder_->activity()});
+  const std::scoped_lock lock(mutex_);
+  for (const auto& [rank, status] : answers_) all.push_back({status});
+  for (const auto& [rank, peer] : peers_) {
+    if (answers_.contains(static_cast<std::uint32_t>(rank)) || !peer->record) continue;
+    if (const auto status = activity_in(peer->record.get())) all.push_back({*status, true});
+  }
+  question_ += 1;  // answers that come now are too late
+  return all;
+}
+
+bool Hub::somebody_is_busy(std::size_t ranks, std::chrono::nanoseconds lately) {
+  Patience patience;
+  patience.timeout = moment;
+  const std::vector<Answer> all = ask(ranks, patience);
+  return std::any_of(all.begin(), all.end(), [&](const Answer& one) {
+    const Activity& activity = one.status;
+    const bool was = activity.worked != 0 && std::cmp_less(activity.worked, lately.count());
+    return !one.silent && (activity.busy != 0 || was);
+  });
+}
+
+void Hub::hear_question(int from, const Frame& frame) {
+  if (frame.channel == static_cast<std::uint32_t>(rank_)) return;  // this rank's own, come round
+  Question& latest = questions_[frame.channel];
+  if (questions_.size() > most_ranks) throw Error(Fault::protocol, "it asks for more ranks than there can be");
+  if (frame.value <= latest.number) return;
+  latest = {frame.value, from};
+  if (recorder_) {
+    const Activity status = recorder_->activity();
+    offer(*peers_.at(from), FrameType::answer, frame.channel, frame.value,
+          std::string_view(reinterpret_cast<const char*>(&status), sizeof(status)));
+  }
+  for (auto& [rank, peer] : peers_) {
+    if (rank != from) offer(*peer, FrameType::ask, frame.channel, frame.value, {});
+  }
+}
+
+void Hub::hear_answer(const Frame& frame) {
+  if (frame.channel != static_cast<std::uint32_t>(rank_)) {
+    const auto question = questions_.find(frame.channel);
+    if (question == questions_.end() || question->second.number != frame.value) return;
+    offer(*peers_.at(question->second.from), FrameType::answer, frame.channel, frame.value, frame.payload);
+    return;
+  }
+  Activity status;
+  if (frame.payload.size() != sizeof(status)) throw Error(Fault::protocol, "an answer of a wrong length");
+  std::memcpy(&status, frame.payload.data(), sizeof(status));
+  status.work.back() = '\0';
+  {
+    const std::scoped_lock lock(mutex_);
+    if (frame.value != question_ || status.rank >= most_ranks) return;
+    answers_[status.rank] = status;
+  }
+  notify(arrivals_);
+}
+
+// With what the peer did last, where its record is at hand: that outlives it.
+std::string Hub::lost_cause(int lost, std::string_view how) {
+  std::string text = R"({"kind":"lost","rank":)" + std::to_string(lost) + R"(,"seen_by":)" + std::to_string(rank_) +
+                     R"(,"how":)" + quoted(how);
+  const std::scoped_lock lock(mutex_);
+  if (const Fd& record = peers_.at(lost)->record) {
+    if (const auto status = activity_in(record.get())) text += R"(,"status":)" + to_json(*status);
+  }
+  return text + "}";
+}
+
 void Hub::watch(Doorbell& bell) {
   const std::scoped_lock lock(mutex_);
   bells_.push_back(&bell);
@@ -229,6 +324,7 @@ void Hub::fail(std::string_view cause, int except) noexcept {
     cause_ = cause;
     failed_.store(true, std::memory_order_release);
   }
+  if (recorder_) recorder_->set_cause(cause);
   ring_all();
   for (auto& [rank, peer] : peers_) {
     if (rank != except) tell(*peer, FrameType::abort, cause);
@@ -260,6 +356,22 @@ void Hub::tell(Peer& peer, FrameType type, std::string_view payload) noexcept {
   }
 }
 
+// A frame that may be lost: it is not sent where that would take waiting.
+void Hub::offer(Peer& peer, FrameType type, std::uint32_t channel, std::uint64_t value, std::string_view payload) {
+  if (peer.state != State::present) return;
+  const auto header = encode_header(type, channel, value, payload.size());
+  const std::array parts{part(header.data(), header.size()), part(payload.data(), payload.size())};
+  const auto deadline = std::chrono::steady_clock::now() + farewell;
+  std::unique_lock lock(peer.writing, std::defer_lock);
+  for (int attempt = 0; attempt < 20 && !lock.try_lock(); ++attempt)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  if (!lock.owns_lock() || !peer.socket) return;
+  try {
+    (void)write(peer, std::span(parts).first(payload.empty() ? 1 : 2), -1, deadline, [] { return true; });
+  } catch (const Error&) {  // NOLINT(bugprone-empty-catch): the peer is gone, which the reader reports
+  }
+}
+
 void Hub::run() noexcept {
   pthread_setname_np(pthread_self(), "pypipe-control");
   std::vector<pollfd> waits;
@@ -287,7 +399,7 @@ void Hub::run() noexcept {
       }
       if (closing_.load(std::memory_order_acquire)) break;  // its goodbye may cross ours: no loss
       // The cause first: who finds the peer gone shall find out why.
-      if (peer->state == State::present) fail(lost_cause(rank, rank_, how), rank);
+      if (peer->state == State::present) fail(lost_cause(rank, how), rank);
       peer->state = State::lost;
       // A peer that sent garbage still lives, and waits for an answer that won't come: it has to see the end.
       ::shutdown(peer->socket.get(), SHUT_RDWR);
@@ -339,6 +451,17 @@ void Hub::dispatch(int rank, Peer& peer, Frame frame) {
       peer.state.store(State::left, std::memory_order_release);
       ring_all();
       return;
+    case FrameType::ask:
+      hear_question(rank, frame);
+      return;
+    case FrameType::answer:
+      hear_answer(frame);
+      return;
+    case FrameType::record: {
+      const std::scoped_lock lock(mutex_);
+      peer.record = std::move(frame.descriptor);
+      return;
+    }
     case FrameType::layout:
     case FrameType::memory:
     case FrameType::envelope:
@@ -373,6 +496,8 @@ void Hub::close() noexcept {
     const std::scoped_lock lock(peer->writing);
     peer->socket.reset();
     peer->state = State::left;
+    const std::scoped_lock inboxes(mutex_);
+    peer->record.reset();
   }
   wake_.reset();
   ring_all();
@@ -381,7 +506,10 @@ void Hub::close() noexcept {
 void Hub::abandon() noexcept {
   if (closing_.exchange(true)) return;
   // Locks may be held by threads that do not exist here, and the thread object names one of them.
-  for (auto& [rank, peer] : peers_) peer->socket.reset();
+  for (auto& [rank, peer] : peers_) {
+    peer->socket.reset();
+    peer->record.reset();
+  }
   wake_.reset();
   if (thread_.joinable()) thread_.detach();
 }

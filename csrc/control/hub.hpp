@@ -1,8 +1,15 @@
 // One control socket per pair of neighbours, and the thread that reads them all.
 //
 // Who does what:
-//   any thread      send(), take(), abort(), check(), close()
-//   the hub thread  reads sockets, sorts frames into inboxes, notices deaths, passes aborts on, rings bells
+//   any thread      send(), take(), abort(), ask(), check(), close()
+//   the hub thread  reads sockets, sorts frames into inboxes, notices deaths, passes aborts on, rings bells,
+//                   answers questions and passes them on
+//
+// A question (ask()) floods the pipeline: a hub that hears it for the first time answers to the peer it came from, and
+// passes it on to its other peers; their answers go back the way the question came. A rank that is busy or deadlocked
+// answers, since its hub thread does; one that is stopped does not, and who asks reads its record where it can.
+// A hub thread gives up an answer rather than wait: nobody waits for it longer than he said he would.
+//
 // `mutex_` guards inboxes, states and bells; each peer's `writing` mutex keeps its frames whole. The first
 // cause is written once, before `failed_` is stored (release). No mutex is held while a call blocks, except
 // `writing`, whose holder waits for the peer's hub thread to drain the socket, and that thread never waits
@@ -30,6 +37,7 @@
 #include "base/fd.hpp"
 #include "base/wait.hpp"
 #include "control/frame.hpp"
+#include "control/recorder.hpp"
 
 namespace pypipe {
 
@@ -67,6 +75,21 @@ class Hub {
   // Throws Error{aborted} when the pipeline has failed, Error{peer_gone} when `peer` has left.
   void check(int peer) const;
 
+  // Where this rank notes what it does; before start(). Peers on the same host are handed it by share_record().
+  void set_recorder(std::shared_ptr<Recorder> recorder);
+  void share_record(int peer, const Patience& patience);
+
+  // Asks all ranks what they do; waits until `ranks` of them have answered (this one counts), at most `patience`.
+  // A neighbour that does not answer may be known from its record: then its `silent` is set. Unordered.
+  struct Answer {
+    Activity status;
+    bool silent = false;
+  };
+  [[nodiscard]] std::vector<Answer> ask(std::size_t ranks, const Patience& patience);
+
+  // Whether a rank that answers within a moment says that it is busy, or was so less than `lately` ago.
+  [[nodiscard]] bool somebody_is_busy(std::size_t ranks, std::chrono::nanoseconds lately);
+
   // Bells of waiting threads, to be rung when a peer leaves or the pipeline fails.
   void watch(Doorbell& bell);
   void unwatch(Doorbell& bell) noexcept;
@@ -92,6 +115,7 @@ class Hub {
     std::mutex writing;
     bool torn = false;  // half a frame was written, and the rest never will be; guarded by `writing`
     FrameReader reader;
+    Fd record;  // where the peer notes what it does; guarded by `mutex_`
     std::atomic<State> state{State::present};
   };
   using InboxKey = std::tuple<int, FrameType, std::uint32_t>;
@@ -104,6 +128,10 @@ class Hub {
   bool write(Peer& peer, std::span<const iovec> parts, int descriptor, std::chrono::steady_clock::time_point deadline,
              const std::function<bool()>& give_up);
   void tell(Peer& peer, FrameType type, std::string_view payload) noexcept;
+  void offer(Peer& peer, FrameType type, std::uint32_t channel, std::uint64_t value, std::string_view payload);
+  void hear_question(int from, const Frame& frame);
+  void hear_answer(const Frame& frame);
+  [[nodiscard]] std::string lost_cause(int lost, std::string_view how);
   void ring_all() noexcept;
 
   const int rank_;
@@ -116,6 +144,15 @@ class Hub {
   std::string cause_;
   std::map<InboxKey, std::deque<Frame>> inboxes_;
   std::vector<Doorbell*> bells_;
+  std::shared_ptr<Recorder> recorder_;
+  struct Question {
+    std::uint64_t number = 0;
+    int from = -1;
+  };
+  std::map<std::uint32_t, Question> questions_;  // by the rank that asks, its latest; used by the hub thread alone
+  std::mutex asking_;                            // one question of this rank at a time
+  std::uint64_t question_ = 0;                   // this rank's latest; guarded by `mutex_`, as are its answers
+  std::map<std::uint32_t, Activity> answers_;
   Doorbell arrivals_;
 };
 

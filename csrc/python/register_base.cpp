@@ -59,7 +59,10 @@ void register_base(py::module_& module) {
            py::arg("timeout"), py::arg("spins") = 0, py::arg("longest_spin") = 0.0)
       .def_property_readonly(
           "timeout", [](const Patience& patience) { return std::chrono::duration<double>(patience.timeout).count(); })
-      .def_readonly("spins", &Patience::spins);
+      .def_readonly("spins", &Patience::spins)
+      .def(
+          "prolong", [](const Patience& patience) { return patience.prolong && patience.prolong(); },
+          py::call_guard<py::gil_scoped_release>(), "Once the timeout has passed: whether to wait as long again.");
 }
 
 }  // namespace pypipe::python

@@ -1,15 +1,22 @@
 #include <pybind11/stl.h>
 
 #include <cstring>
+#include <memory>
+#include <string>
 #include <string_view>
+#include <tuple>
+#include <utility>
+#include <vector>
 
 #include "base/error.hpp"
 #include "control/hub.hpp"
+#include "control/recorder.hpp"
 #include "link/slots.hpp"
 #include "python/register.hpp"
 
 namespace py = pybind11;
 using py::arg;
+using py::keep_alive;
 
 namespace pypipe::python {
 namespace {
@@ -24,6 +31,49 @@ void send_envelope(Hub& hub, int peer, Envelope envelope, std::uint32_t channel,
 
 Envelope take_envelope(Hub& hub, int peer, std::uint32_t channel, const Patience& patience) {
   return envelope_of(hub.take(peer, FrameType::envelope, channel, patience));
+}
+
+// (stage, kind, microbatch, step, start, ready, end)
+using DeedTuple =
+    std::tuple<std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t, std::uint64_t, std::uint64_t, std::uint64_t>;
+
+std::vector<DeedTuple> tuples(const std::vector<Deed>& deeds) {
+  std::vector<DeedTuple> all;
+  all.reserve(deeds.size());
+  for (const Deed& one : deeds) {
+    all.emplace_back(one.stage, one.kind, one.microbatch, one.step, one.start, one.ready, one.end);
+  }
+  return all;
+}
+
+void register_recorder(py::module_& module) {
+  py::class_<Recorder, std::shared_ptr<Recorder>>(module, "Recorder",
+                                                  "A ring of what this rank did last; see csrc/control/recorder.hpp.")
+      .def(py::init<int, std::uint32_t, const std::string&>(), arg("rank"), arg("capacity"), arg("path"))
+      .def("step", &Recorder::step)
+      .def(
+          "begin",
+          [](Recorder& recorder, std::uint64_t code) {
+            recorder.begin(static_cast<std::uint32_t>(code >> 40), static_cast<std::uint32_t>(code >> 32) & 0xff,
+                           static_cast<std::uint32_t>(code));
+          },
+          arg("code"), "stage << 40 | kind << 32 | microbatch; ends the action before it.")
+      .def("ready", &Recorder::ready)
+      .def("end", &Recorder::end)
+      .def("start_trace", &Recorder::start_trace, arg("capacity"))
+      .def("stop_trace", [](Recorder& recorder) { return tuples(recorder.stop_trace()); })
+      .def("deeds", [](const Recorder& recorder) { return tuples(recorder.deeds()); })
+      .def("activity", [](const Recorder& recorder) { return to_json(recorder.activity()); })
+      .def("set_busy", &Recorder::set_busy, arg("work"))
+      .def("set_cause", &Recorder::set_cause, arg("cause"))
+      .def("discard", &Recorder::discard);
+}
+
+// What every rank says that it does, as JSON, and whether it was silent, so that its record had to say it.
+std::vector<std::pair<std::string, bool>> ask(Hub& hub, std::size_t ranks, const Patience& patience) {
+  std::vector<std::pair<std::string, bool>> all;
+  for (const Hub::Answer& answer : hub.ask(ranks, patience)) all.emplace_back(to_json(answer.status), answer.silent);
+  return all;
 }
 
 }  // namespace
@@ -42,6 +92,8 @@ void register_control(py::module_& module) {
       .def_readonly("bytes", &Envelope::bytes)
       .def_readonly("rows", &Envelope::rows)
       .def_readonly("batch_rows", &Envelope::batch_rows);
+
+  register_recorder(module);
 
   py::class_<Hub>(module, "Hub", "The control sockets of one rank, and the thread that reads them.")
       .def(py::init<int>(), arg("rank"))
@@ -65,6 +117,17 @@ void register_control(py::module_& module) {
       .def("check", &Hub::check, arg("peer"), Released())
       .def("close", &Hub::close, Released())
       .def("abandon", &Hub::abandon)
+      .def("set_recorder", &Hub::set_recorder, arg("recorder"))
+      .def("share_record", &Hub::share_record, arg("peer"), arg("patience"), Released())
+      .def("ask", &ask, arg("ranks"), arg("patience"), Released())
+      .def(
+          "prolonging",
+          [](Hub& hub, Patience patience, std::size_t ranks) {
+            patience.prolong = [&hub, ranks, lately = patience.timeout] { return hub.somebody_is_busy(ranks, lately); };
+            return patience;
+          },
+          arg("patience"), arg("ranks"), keep_alive<0, 1>(),
+          "The same patience, prolonged for as long as a rank says that it is busy.")
       .def("send_envelope", &send_envelope, arg("peer"), arg("envelope"), arg("channel"), arg("patience"), Released())
       .def("take_envelope", &take_envelope, arg("peer"), arg("channel"), arg("patience"), Released());
 }

@@ -20,6 +20,7 @@ _REMEDIES = {
     "loss_fn": "give loss_fn on every rank, or on none (it is only called on the last stage)",
     "scale_grads": "give every rank's schedule the same scale_grads",
     "communicators": "install the same NCCL and driver on every rank, or give PYPIPE_NCCL_COMMUNICATORS=pair to all",
+    "check": "give every rank's schedule the same check=",
 }
 
 

@@ -128,6 +128,9 @@ class _Completion:
                     raise
                 # It left in good order, so its bytes are under way.
             if time.monotonic() >= deadline:
+                if route.patience.prolong():
+                    deadline = time.monotonic() + route.patience.timeout
+                    continue
                 raise PipelineTimeout(f"{what} rank {route.peer} did not end in {route.patience.timeout:g} s")
         if self.error is not None:
             route.hub.check(route.peer)

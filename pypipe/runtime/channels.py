@@ -18,6 +18,7 @@ from torch import Tensor
 from pypipe import _core
 from pypipe.errors import MismatchError
 from pypipe.runtime import trees
+from pypipe.runtime.checks import checksums, compare_checksums
 
 __all__ = ["ReceiveChannel", "ReceivePort", "Received", "SendChannel", "SendPort", "enter", "is_shared"]
 
@@ -105,9 +106,17 @@ class _Outgoing(NamedTuple):
 
 
 class SendChannel:
-    """The sending end of one stage boundary in one direction."""
+    """The sending end of one stage boundary in one direction.
 
-    def __init__(self, port: SendPort, stage: int, kind: int) -> None:
+    Args:
+        port: the link's end.
+        stage: which one sends.
+        kind: ord("F") or ord("B").
+        checksum: whether one more tensor travels, with a checksum of each of the others.
+    """
+
+    def __init__(self, port: SendPort, stage: int, kind: int, checksum: bool = False) -> None:
+        self._checksum = checksum
         self._port = self.port = port
         self._stage = stage
         self._kind = kind
@@ -128,12 +137,18 @@ class SendChannel:
         """
         tensors: list[Tensor] = []
         description = trees.describe(tree, tensors)
+        sums: Tensor | None = None
+        if self._checksum:
+            sums = torch.zeros(len(tensors), dtype=torch.int64)
+            description = ("tuple", (description, trees.describe(sums, tensors)))
         layout = self._layouts.get(description)
         if layout is None:
             layout = self._announce(description)
         sent = [trees.as_sent(tensor, strides) for tensor, strides in zip(tensors, layout.strides, strict=True)]
+        if sums is not None:
+            sums.copy_(torch.tensor(checksums(sent[:-1]), dtype=torch.int64))
         self._port.send(layout.handle, Tag(self._stage, self._kind, microbatch, rows, batch_rows), sent)
-        return tensors
+        return tensors if sums is None else tensors[:-1]
 
     def finish(self) -> None:
         """Ends a step: the caller may now overwrite what was sent, such as an input that went through unchanged."""
@@ -241,7 +256,8 @@ class ReceiveChannel:
         posts: whether post() does anything; where it does not, a slot's release is all that its sender waits for.
     """
 
-    def __init__(self, port: ReceivePort, source_stage: int, kind: int) -> None:
+    def __init__(self, port: ReceivePort, source_stage: int, kind: int, checksum: bool = False) -> None:
+        self._checksum = checksum
         self._port = self.port = port
         self.posts: bool = port.posts
         self.storages_apart: bool = port.storages_apart
@@ -280,6 +296,9 @@ class ReceiveChannel:
         tensors = [
             port.tensor(message, spec, offset) for spec, offset in zip(layout.specs, layout.offsets, strict=True)
         ]
+        if self._checksum:
+            action = f"{self._source_stage}SEND_{chr(self._kind)}{microbatch}"
+            compare_checksums(tensors[:-1], tensors[-1].tolist(), action)
         leaves: list[Tensor] = []
         if training:
             for position, spec in enumerate(layout.specs):
@@ -287,7 +306,8 @@ class ReceiveChannel:
                     leaf = tensors[position].requires_grad_()
                     leaves.append(leaf)
                     tensors[position] = enter(leaf, leaf.shape)
-        return Received(port, message, trees.rebuild(layout.description, tensors), tensors, leaves)
+        tree = trees.rebuild(layout.description, tensors)
+        return Received(port, message, tree[0] if self._checksum else tree, tensors, leaves)
 
     def _learn(self, message: Inbound) -> _Incoming:
         number = message.layout

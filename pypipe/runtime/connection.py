@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,6 +17,7 @@ from pypipe.program import Channel, Link
 from pypipe.runtime import environment, failure
 from pypipe.runtime.carriers import CHOICES, Carrier, carrier_of, make
 from pypipe.runtime.channels import ReceiveChannel, SendChannel
+from pypipe.runtime.record import SUFFIX, Recorder
 from pypipe.runtime.rendezvous import Card, Meeting, meet, refuse
 from pypipe.runtime.world import World
 
@@ -38,6 +40,7 @@ class Connection:
         card: what must be equal on all ranks, by name (JSON values).
         compare: raises ConfigurationError where cards do not fit together.
         timeout: seconds that any wait may take.
+        checksum: whether messages carry checksums; the same on all ranks.
 
     Attributes:
         senders, receivers: this rank's ends of the channels.
@@ -53,7 +56,9 @@ class Connection:
         card: Card,
         compare: Any,
         timeout: float,
+        checksum: bool = False,
     ) -> None:
+        self._checksum = checksum
         try:
             choice = environment.read("PYPIPE_LINK", CHOICES)
         except ConfigurationError as error:
@@ -63,15 +68,20 @@ class Connection:
         card = {**card, "link": choice, "device": device.type}
         links = {channel: links[channel] for channel in sorted(links)}
         peers = {rank for link in links.values() if world.rank in _ends(link) for rank in _ends(link)}
+        # News go round in both directions, so that one rank that is stopped keeps them from nobody.
+        peers |= {(world.rank + 1) % world.size, (world.rank - 1) % world.size}
         self.world = world
         meeting = meet(world, card, compare, peers - {world.rank}, timeout)
         self.hub = meeting.hub
+        self.recorder = _recorder(world.rank, meeting.identity)
+        self.hub.set_recorder(self.recorder.core)
+        self.hub.start()
         _hubs.add(self.hub)
         self.senders: dict[Channel, SendChannel] = {}
         self.receivers: dict[Channel, ReceiveChannel] = {}
         self.issue: Callable[[], None] | None = None
         carriers: dict[str, Carrier] = {}
-        self._finalizer = weakref.finalize(self, _close, carriers, self.hub)
+        self._finalizer = weakref.finalize(self, _close, carriers, self.hub, self.recorder)
         try:
             self._open(meeting, carriers, links, slots, device, timeout)
         except BaseException as error:
@@ -104,9 +114,17 @@ class Connection:
             if crowded
             else _core.Patience(timeout, _SPINS_ALONE, _LONGEST_SPIN_ALONE)
         )
+        patience = self.hub.prolonging(patience, self.world.size)
+        for peer in meeting.peers:
+            if cards[peer]["host"] == cards[me]["host"]:
+                self.hub.share_record(peer, patience)
         numbers = {channel: number for number, channel in enumerate(links)}
         # All ranks decide for all links, so that what cannot be is an error on every rank.
         ways = {link: carrier_of(link, cards) for link in sorted(set(links.values()))}
+        if self._checksum and "nccl" in ways.values():
+            raise ConfigurationError(
+                'check="checksum" is for messages that pass through the hosts: over NCCL each would wait for the device'
+            )
         # One order on all ranks: whoever waits at a link waits for a rank that is busy with an earlier one.
         for number, (link, way) in enumerate(ways.items()):
             if me not in _ends(link):
@@ -124,16 +142,30 @@ class Connection:
                 continue
             if link.source_rank == me:
                 sender = carrier.send_port(link, number, count)
-                self.senders[channel] = SendChannel(sender, channel.source_stage, kind)
+                self.senders[channel] = SendChannel(sender, channel.source_stage, kind, self._checksum)
             else:
                 receiver = carrier.receive_port(link, number, count)
-                self.receivers[channel] = ReceiveChannel(receiver, channel.source_stage, kind)
+                self.receivers[channel] = ReceiveChannel(receiver, channel.source_stage, kind, self._checksum)
 
 
-def _close(carriers: Mapping[str, Carrier], hub: _core.Hub) -> None:
+def _close(carriers: Mapping[str, Carrier], hub: _core.Hub, recorder: Recorder) -> None:
     for carrier in carriers.values():
         carrier.close()
     hub.close()
+    if hub.cause() is None:
+        recorder.core.discard()
+
+
+def _recorder(rank: int, identity: str) -> Recorder:
+    """The rank's record; in a file where the user wants one. That there is none must not keep anybody from training."""
+    folder = environment.read("PYPIPE_RECORD_DIR")
+    if folder:
+        try:
+            os.makedirs(folder, exist_ok=True)
+            return Recorder(rank, path=os.path.join(folder, f"{identity}-rank-{rank}{SUFFIX}"))
+        except (OSError, _core.CoreError) as error:
+            warnings.warn(f"PYPIPE_RECORD_DIR={folder!r}: no record is kept there: {error}", stacklevel=2)
+    return Recorder(rank)
 
 
 def _ends(link: Link) -> tuple[int, int]:

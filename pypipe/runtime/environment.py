@@ -34,6 +34,11 @@ VARIABLES: dict[str, Variable] = {
         "once (link); one for all, which runs one group of transfers after another (pair); or auto: link, unless NCCL "
         "or the driver is too old to run several communicators in the order of the host's calls. Alike on all ranks.",
     ),
+    "PYPIPE_RECORD_DIR": Variable(
+        "",
+        "A folder, one that all ranks reach or one on each host, where each rank keeps a record of its latest actions. "
+        "It stays there when the pipeline fails or a rank is killed: `pypipe show --record DIR` shows what happened.",
+    ),
     "PYPIPE_CUDA_LIBRARY": Variable(
         "",
         "The file of the CUDA driver to use. Default: the libcuda.so.1 that the loader finds.",

@@ -7,7 +7,7 @@ not the outputs; after a backward, the slot of the received activation goes back
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from pypipe.program import Kind
 from pypipe.runtime.backward import gradient_edge, run_backward
 from pypipe.runtime.batch import Batch, ChunkSpecs, Share
 from pypipe.runtime.channels import ReceiveChannel, Received, SendChannel
+from pypipe.runtime.checks import require_finite
 from pypipe.runtime.loans import GradientLoans, Loan
 from pypipe.runtime.local import Handed, LocalChannel
 from pypipe.runtime.split import SplitBackward, WeightWork
@@ -74,6 +75,10 @@ class StageExecution:
         self._weights: dict[tuple[Any, ...], Tensor] = {}
         self._split = SplitBackward(where)
         self.busy_seconds = 0.0
+        self.on_ready: Callable[[], None] = _nothing
+        """Called when an action has the message that it waited for."""
+        self.find_nan = False
+        """Whether everything that comes out of an action is looked through for NaN and infinity."""
         self.reset()
 
     def reset(self) -> None:
@@ -121,6 +126,7 @@ class StageExecution:
             args = batch.args(microbatch)
         else:
             received = self._receive_forward.receive(microbatch, training=self._training)
+            self.on_ready()
             share = Share(received.rows, received.batch_rows)
             tree = received.tree
             args = tuple(tree) if isinstance(tree, (tuple, list)) else (tree,)
@@ -129,6 +135,8 @@ class StageExecution:
         start = time.perf_counter()
         output = self._module(*args, **batch.kwargs(microbatch, share))
         del args
+        if self.find_nan:
+            require_finite(output, f"{self._where}, forward, microbatch {microbatch}: the output")
         if self._last:
             self._finish_forward(microbatch, share, output, received)
         else:
@@ -150,6 +158,8 @@ class StageExecution:
             assert self._loss is not None
             loss = self._loss(output, self._batch.target(microbatch, share), **self._loss_kwargs)
             self._check_loss(loss)
+            if self.find_nan:
+                require_finite(loss, f"{self._where}, microbatch {microbatch}: the loss")
             if self._training:
                 self._loss_graphs[microbatch] = loss
             self.losses[microbatch] = _kept(loss.detach(), received)
@@ -197,6 +207,8 @@ class StageExecution:
         work.run()
         if self._fresh:
             self._own_fresh_gradients(inputs, loan)
+        if self.find_nan:
+            self._require_finite_gradients(microbatch, [])
         self.busy_seconds += time.perf_counter() - start
         del rest, work
         if inputs is not None:
@@ -215,6 +227,7 @@ class StageExecution:
             del loss
         else:
             loan = self._loans.take(microbatch)
+            self.on_ready()
             pairs = list(zip(self._nodes.pop(microbatch), loan.gradients, strict=True))
             loan.gradients = []
             roots = [node for node, gradient in pairs if gradient is not None]
@@ -231,6 +244,8 @@ class StageExecution:
         del roots, gradients
         if self._fresh:
             self._own_fresh_gradients(inputs, loan)
+        if self.find_nan:
+            self._require_finite_gradients(microbatch, [] if inputs is None else inputs.leaves)
         if inputs is not None:
             if self._send_backward is not None:
                 self._input_gradients[microbatch] = [
@@ -247,6 +262,15 @@ class StageExecution:
         if work is None and loan is not None:
             assert self._loans is not None
             self._loans.give_back(loan)
+
+    def _require_finite_gradients(self, microbatch: int, leaves: Sequence[Tensor]) -> None:
+        where = f"{self._where}, backward, microbatch {microbatch}: the gradient of "
+        for number, leaf in enumerate(leaves):
+            if leaf.grad is not None:
+                require_finite(leaf.grad, f"{where}the input's tensor {number}")
+        for name, parameter in self._module.named_parameters():
+            if parameter.grad is not None:
+                require_finite(parameter.grad, f"{where}{name}")
 
     def end_step(self) -> None:
         """After the last action of a step without an error."""
@@ -279,6 +303,10 @@ class StageExecution:
             if tensor.grad is not None and any(slot is not None and slot.holds(tensor.grad) for slot in slots):
                 tensor.grad = tensor.grad.clone()
         self._fresh = [tensor for tensor in self._fresh if tensor.grad is None]
+
+
+def _nothing() -> None:
+    pass
 
 
 def _detached(tree: Any) -> Any:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 from pypipe.program import Action, Channel, Kind, Link, Program, channel_of
 from pypipe.program.grouping import ends_of_groups
 from pypipe.runtime.execution import StageExecution
+from pypipe.runtime.record import Recorder, code_of
 
 __all__ = ["Executor"]
 
-Step = tuple[Callable[[int], None], int]
+Step = tuple[int, Callable[[int], None], int]
 
 
 class Executor:
@@ -21,6 +22,7 @@ class Executor:
         program: the program, with its transfers.
         rank: this rank.
         stages: the stages that this rank holds, by their number in the program.
+        recorder: notes each action as it begins.
         issue: called after each group of transfers, where they are held back until then.
     """
 
@@ -29,8 +31,12 @@ class Executor:
         program: Program,
         rank: int,
         stages: Mapping[int, StageExecution],
+        recorder: Recorder,
         issue: Callable[[], None] | None = None,
     ) -> None:
+        self._record = recorder.core
+        for each in stages.values():
+            each.on_ready = recorder.core.ready
         # Everything that can be known before is done here: run() only calls.
         self._actions: list[Action] = []
         self._plan: list[Step] = []
@@ -53,20 +59,32 @@ class Executor:
 
     def _add(self, action: Action, call: Callable[[int], None], microbatch: int) -> None:
         self._actions.append(action)
-        self._plan.append((call, microbatch))
+        self._plan.append((code_of(action), call, microbatch))
 
     @property
     def action(self) -> Action | None:
         """What is being done, or was being done when it failed."""
         return self._actions[self._position] if self._position < len(self._actions) else None
 
+    @property
+    def backwards(self) -> tuple[int, int]:
+        """How many backwards (their weight halves, where they are split) have ended, and how many there are."""
+        split = {(a.stage, a.microbatch) for a in self._actions if a.kind is Kind.W}
+        adding = [
+            a.kind is Kind.W or (a.kind is Kind.B and (a.stage, a.microbatch) not in split) for a in self._actions
+        ]
+        return sum(adding[: self._position]), sum(adding)
+
     def run(self) -> None:
         """Runs every action, in order."""
         position = 0
+        begin = self._record.begin
         try:
-            for call, microbatch in self._plan:
+            for code, call, microbatch in self._plan:
+                begin(code)
                 call(microbatch)
                 position += 1
+            self._record.end()  # the action that fails stays in progress, for the record
         finally:
             self._position = position
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import json
 import traceback
+from pathlib import Path
 from typing import Any
 
 from pypipe import _core
 from pypipe.errors import MismatchError, PeerLost, PipelineError, PipelineTimeout, RemoteStageError
-from pypipe.program import Action, Kind
+from pypipe.program import Action, Kind, Program
+from pypipe.runtime import situation
 
-__all__ = ["convert", "describe_action", "from_cause", "report", "text_of"]
+__all__ = ["convert", "describe_action", "from_cause", "is_inside_pypipe", "report", "text_of", "timed_out"]
 
+_PACKAGE = Path(__file__).parents[1]
 _MOST_TEXT = 10_000  # characters of a traceback that travel; as JSON each may take 12 bytes, two make one frame
 _VERBS = {
     Kind.F: "forward",
@@ -44,6 +47,12 @@ def text_of(error: BaseException) -> str:
         return f"a {type(error).__name__} that cannot be printed"
 
 
+def is_inside_pypipe(error: BaseException) -> bool:
+    """Whether it arose in this package's own code, and not in a stage's."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return bool(frames) and Path(frames[-1][0].f_code.co_filename).is_relative_to(_PACKAGE)
+
+
 def report(
     hub: _core.Hub,
     rank: int,
@@ -59,8 +68,10 @@ def report(
     except Exception:  # an exception may fail to print itself
         message = f"a {type(error).__name__} that cannot be printed"
         text = "Traceback (most recent call last):\n" + "".join(traceback.format_tb(error.__traceback__)) + message
+    kinds: dict[type[BaseException], str] = {PipelineTimeout: "timeout", PeerLost: "left"}
     cause = {
-        "kind": "error",
+        # What is no rank's own fault is raised on the others as what it is.
+        "kind": "interrupt" if isinstance(error, KeyboardInterrupt) else kinds.get(type(error), "error"),
         "rank": rank,
         "stage": stage if action is None else action.stage,
         "action": str(action) if action else None,
@@ -80,6 +91,8 @@ def convert(
     action: Action | None,
     timeout: float,
     doing: str | None = None,
+    size: int = 1,
+    program: Program | None = None,
 ) -> PipelineError:
     """The public error for an error of the core, met while `action` was running."""
     doing = f"rank {rank}, at {doing or describe_action(action)}"
@@ -87,15 +100,25 @@ def convert(
     if text is not None:
         return from_cause(text, doing)
     if error.fault == "timeout":
-        return PipelineTimeout(f"{doing}: {error} within {timeout:g} s. Is that rank still alive and calling step()?")
+        return timed_out(doing, f"{error} within {timeout:g} s.", hub, rank, size, program)
     if error.fault == "peer_gone":
         return PeerLost(
-            f"{doing}: {error}: it closed its schedule or ended while this rank still needed it. Every rank must call "
-            "step() and eval() equally often"
+            f"{doing}: {error}: it closed its schedule, or came to the end of its script, while this rank still needed "
+            "it. Did it run out of data? Every rank must call step() and eval() equally often"
         )
     if error.fault in ("mismatch", "protocol"):
         return MismatchError(f"{doing}: {error}")
     return PipelineError(f"{doing}: {error}")
+
+
+def timed_out(doing: str, problem: str, hub: _core.Hub, rank: int, size: int, program: Program | None) -> PipelineError:
+    """The error of a rank that waited too long: with what every rank is doing."""
+    found = situation.survey(hub, size)
+    text = hub.cause()
+    if text is not None:  # another one that waits was first, and asked while all were there
+        return from_cause(text, doing)
+    remedy = 'Work that may take longer than the timeout can say so: `with schedule.busy("..."):`'
+    return PipelineTimeout(f"{doing}: {problem} {situation.table(found, size, rank, program)}\n{remedy}")
 
 
 def from_cause(text: str, doing: str) -> PipelineError:
@@ -106,9 +129,24 @@ def from_cause(text: str, doing: str) -> PipelineError:
     except (ValueError, KeyError, TypeError):
         return PipelineError(f"{doing}: the pipeline failed: {text[:1000]}")
     if kind == "lost":
+        status = cause.get("status")
+        last = f"; {situation.last_words(status)}" if isinstance(status, dict) else ""
         return PeerLost(
-            f"{doing}: rank {origin} is gone ({cause.get('how')}; rank {cause.get('seen_by')} saw it first): it was "
-            "killed, crashed, or ended without closing its schedule. Look at that process's own output"
+            f"{doing}: rank {origin} is gone ({cause.get('how')}; rank {cause.get('seen_by')} saw it first{last}): it "
+            "was killed, crashed, or ended without closing its schedule. Look at that process's own output"
+        )
+    if kind == "timeout":
+        return PipelineTimeout(f"{doing}: stopped because a rank waited too long: {cause.get('message')}")
+    if kind == "left":
+        return PeerLost(f"{doing}: stopped because a rank left: {cause.get('message')}")
+    if kind == "interrupt":
+        return RemoteStageError(
+            f"{doing}: stopped because rank {origin} was interrupted (KeyboardInterrupt) at {cause.get('doing')}",
+            rank=origin,
+            stage=cause.get("stage"),
+            action=cause.get("action"),
+            microbatch=cause.get("microbatch"),
+            remote_traceback=str(cause.get("traceback", "")),
         )
     if kind == "link":
         message = f"{doing}: the link of rank {origin} failed: {cause.get('message')}"

@@ -22,6 +22,7 @@ from pypipe.runtime.executor import Executor
 from pypipe.runtime.fitting import Fitted
 from pypipe.runtime.local import LocalChannel
 from pypipe.runtime.microbatches import merge
+from pypipe.runtime.record import Recorder
 from pypipe.runtime.rendezvous import Card
 from pypipe.runtime.world import World
 
@@ -43,6 +44,7 @@ class Settings:
         scale_grads: whether gradients are those of the mean over the batch (else of the sum over microbatches).
         specs: how to cut batches and join outputs.
         timeout: seconds that any wait may take.
+        checks: those of runtime/checks.py that are wanted.
     """
 
     world: World
@@ -55,6 +57,7 @@ class Settings:
     scale_grads: bool
     specs: ChunkSpecs
     timeout: float
+    checks: frozenset[str] = frozenset()
 
     @property
     def program(self) -> Program | None:
@@ -113,6 +116,11 @@ class Pipeline:
         counted = {channel: end.counters for channel, end in connection.senders.items()}
         return counted | {channel: end.counters for channel, end in connection.receivers.items()}
 
+    @property
+    def recorder(self) -> Recorder | None:
+        """What this rank notes of its actions, once it is connected."""
+        return self._running.connection.recorder if self._running is not None else None
+
     def close(self) -> None:
         """Leaves the pipeline. Idempotent."""
         self._closed = True
@@ -127,6 +135,7 @@ class Pipeline:
         settings, executor, copies = self._settings, running.executors[call.training], running.copies
         started = False
         self._busy = True
+        running.connection.recorder.core.step()
         try:
             self._check(call)
             batch = Batch(
@@ -166,6 +175,8 @@ class Pipeline:
             if copies is not None:
                 copies.abandon()
             self._fail(error, running.connection, executor if started else None)
+            if isinstance(error, KeyboardInterrupt) and failure.is_inside_pypipe(error):
+                raise error.with_traceback(None) from None  # one line a rank: where it waited says nothing
             raise
         finally:
             self._busy = False
@@ -215,17 +226,29 @@ class Pipeline:
         action = executor.action if executor is not None else None
         public: BaseException = error
         if type(error) is PipelineTimeout:
-            public = PipelineTimeout(f"rank {rank}, at {failure.describe_action(action)}: {error}")
+            doing = f"rank {rank}, at {failure.describe_action(action)}"
+            public = failure.timed_out(doing, f"{error}.", connection.hub, rank, settings.world.size, settings.program)
         elif isinstance(error, _core.CoreError):
-            public = failure.convert(error, connection.hub, rank, action, settings.timeout)
+            size, program = settings.world.size, settings.program
+            public = failure.convert(error, connection.hub, rank, action, settings.timeout, size=size, program=program)
         else:
             doing = failure.describe_action(action) if executor is not None else "the start of the step"
             error.add_note(f"pypipe: on {settings.where}, at {doing}")
+            earlier = connection.hub.cause()
+            if earlier is not None:
+                error.add_note(f"pypipe: it is not the first: {failure.from_cause(earlier, f'rank {rank}')}")
+        done, all_of_them = executor.backwards if executor is not None else (0, 0)
+        if all_of_them and done < all_of_them and action is not None:
+            # A step adds to .grad as it goes: say so before somebody trains on half of a batch.
+            public.add_note(
+                f"pypipe: this step is not undone: on rank {rank} {done} of {all_of_them} backwards have been added to "
+                ".grad; parameters are untouched. Call zero_grad() before you go on"
+            )
         stage = action.stage if action is not None else settings.pieces[0][0]
         failure.report(connection.hub, rank, action, public, stage=stage)
         self._failure = failure.text_of(public)
         if public is not error:
-            raise public from None
+            raise public.with_traceback(None) from None
 
     def _ready(self) -> _Running:
         """The connection and what runs on it, made at the first call."""
@@ -267,6 +290,7 @@ class Pipeline:
             "program": program.digest() if program is not None else None,
             "loss_fn": settings.loss is not None,
             "scale_grads": settings.scale_grads,
+            "check": sorted(settings.checks),
         }
         if program is not None and len(program.chains) > 1:
             card["copies"] = [describe_copy(module) for _, module in settings.pieces]
@@ -279,6 +303,7 @@ class Pipeline:
             card,
             agreement.comparison(program, settings.fitted.misfit),
             settings.timeout,
+            "checksum" in settings.checks,
         )
         training, forward_only = settings.fitted.training, settings.fitted.forward_only
         assert program is not None  # the comparison has seen to it
@@ -304,6 +329,7 @@ class Pipeline:
                 receive_backward=None if after is None else receivers.get(Channel(Kind.B, after, stage)),
                 send_backward=None if before is None else senders.get(Channel(Kind.B, stage, before)),
             )
+            stages[stage].find_nan = "nan" in settings.checks
         self._holds_first = any(program.previous_stage(stage) is None for stage in held)
         self._holds_last = any(program.next_stage(stage) is None for stage in held)
         copies = None
@@ -311,9 +337,9 @@ class Pipeline:
             modules = {stage: settings.pieces[position][1] for stage, position in held.items()}
             copies = Copies(program, rank, modules, connection.senders, connection.receivers)
         running = _Running(connection, stages, copies)
-        running.executors[False] = Executor(forward_only.program, rank, stages, connection.issue)
+        running.executors[False] = Executor(forward_only.program, rank, stages, connection.recorder, connection.issue)
         if training is not None:
-            running.executors[True] = Executor(training.program, rank, stages, connection.issue)
+            running.executors[True] = Executor(training.program, rank, stages, connection.recorder, connection.issue)
         return running
 
     def _slots(self) -> dict[Channel, int]:

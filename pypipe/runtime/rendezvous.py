@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import ipaddress
 import json
 import os
@@ -36,11 +37,21 @@ _LONGEST_POLL_SECONDS = 0.05
 
 @dataclass
 class Meeting:
-    """What came of it: every rank's card, the hub of this rank's control sockets, the prefix of keys in the store."""
+    """What came of it.
+
+    Attributes:
+        cards: every rank's card.
+        hub: this rank's control sockets, to be started.
+        prefix: of this meeting's keys in the store.
+        peers: the ranks that the hub is connected to.
+        identity: a word for this meeting, the same on all its ranks and for no other meeting anywhere.
+    """
 
     cards: Sequence[Card]
     hub: _core.Hub
     prefix: str
+    peers: Sequence[int]
+    identity: str
 
 
 def refuse(world: World, reason: str) -> None:
@@ -147,8 +158,8 @@ def meet(
         if peers:
             secret = bytes.fromhex(read_all(world, prefix, {0: f"{prefix}/secret"}, deadline)[0])
             _connect(world, prefix, cards, peers, secret, hub, deadline)
-        hub.start()
-        return Meeting(cards, hub, prefix)
+        identity = hashlib.sha256(b"identity" + (secret or secrets.token_bytes(32))).hexdigest()[:12]
+        return Meeting(cards, hub, prefix, peers, identity)
     except BaseException as error:
         hub.close()
         if world.store is not None and not isinstance(error, PipelineTimeout):

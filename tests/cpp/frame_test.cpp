@@ -42,7 +42,9 @@ namespace pypipe::test {
 namespace {
 
 constexpr std::array types{FrameType::layout, FrameType::memory, FrameType::envelope, FrameType::abort,
-                           FrameType::leave};
+                           FrameType::leave,  FrameType::record, FrameType::ask,      FrameType::answer};
+
+bool carries_descriptor(FrameType type) { return type == FrameType::memory || type == FrameType::record; }
 
 struct Sent {
   FrameType type{};
@@ -71,7 +73,7 @@ Sent random_frame(Random& random, bool with_memory) {
   Sent frame;
   do {
     frame.type = types[random.below(types.size())];
-  } while (frame.type == FrameType::memory && !with_memory);
+  } while (carries_descriptor(frame.type) && !with_memory);
   frame.channel = static_cast<std::uint32_t>(random.next());
   frame.value = random.next();
   const std::size_t most = *limit(frame.type);
@@ -117,7 +119,7 @@ void valid(Random& random) {
   std::vector<Sent> sent;
   for (std::size_t count = random.below(40); count > 0; --count) {
     Sent frame = random_frame(random, true);
-    if (frame.type == FrameType::memory) {
+    if (carries_descriptor(frame.type)) {
       Fd descriptor(check_errno(::memfd_create("frame_test", MFD_CLOEXEC), "memfd_create"));
       struct stat status{};
       check_errno(::fstat(descriptor.get(), &status), "fstat");
@@ -132,8 +134,8 @@ void valid(Random& random) {
   check_equal(frames.size(), sent.size(), "frames of a valid stream");
   for (std::size_t i = 0; i < frames.size(); ++i) {
     check_same(frames[i], sent[i]);
-    check(static_cast<bool>(frames[i].descriptor) == (sent[i].type == FrameType::memory),
-          "descriptors go with memory frames, and with no others");
+    check(static_cast<bool>(frames[i].descriptor) == carries_descriptor(sent[i].type),
+          "descriptors go with the frames that carry them, and with no others");
     if (!frames[i].descriptor) continue;
     struct stat status{};
     check_errno(::fstat(frames[i].descriptor.get(), &status), "fstat of a received descriptor");
@@ -217,11 +219,12 @@ void headers() {
         Fault::usage, [&] { (void)encode_header(type, 0, 0, std::size_t{most} + 1); },
         "a payload over the limit is not even encoded");
   }
-  for (const std::uint16_t type : std::initializer_list<std::uint16_t>{0, 6, 7, 255, 256, 65535})
+  for (const std::uint16_t type : std::initializer_list<std::uint16_t>{0, 9, 10, 255, 256, 65535})
     refused(raw_header(magic, type, 0, 0), "no such type");
   refused(raw_header(magic, 5, 1, 0), "reserved bytes");
   refused(raw_header(magic + 1, 5, 0, 0), "another magic number");
   refused(raw_header(magic, 2, 0, 0), "a memory frame without its descriptor");
+  refused(raw_header(magic, 6, 0, 0), "a record frame without its descriptor");
 
   FrameReader reader;
   expect(

@@ -130,7 +130,7 @@ NONSENSE: dict[str, tuple[bytes, str]] = {
     "http": (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "no pypipe control frame"),
     "zeros": (bytes(200), "no pypipe control frame"),
     "a frame, then garbage": (frame(ENVELOPE, bytes(48)) + bytes(64), "no pypipe control frame"),
-    "an unknown type": (frame(6), "no pypipe control frame"),
+    "an unknown type": (frame(9), "no pypipe control frame"),
     "type 0": (frame(0), "no pypipe control frame"),
     "a reserved field that is used": (HEADER.pack(MAGIC, LAYOUT, 1, 0, 0, 0), "no pypipe control frame"),
     "a layout of 4 GB": (frame(LAYOUT, length=0xFFFFFFFF), "at most 1048576"),

@@ -1,0 +1,172 @@
+// The recorder under readers that come at any time, and questions that go round hubs. Arguments: seed, rounds.
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <array>
+#include <atomic>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.hpp"
+#include "control/hub.hpp"
+#include "control/recorder.hpp"
+#include "sockets.hpp"
+
+namespace pypipe::test {
+namespace {
+
+// One thread writes actions 0, 1, 2, ...; what readers see is always a whole stretch of that.
+void readers(std::uint64_t count) {
+  Recorder recorder(3, 8, "");
+  std::atomic<bool> done{false};
+  std::vector<std::thread> threads;
+  threads.emplace_back([&] {
+    while (!done) {
+      const std::vector<Deed> deeds = recorder.deeds();
+      check(deeds.size() <= 8, "more actions than fit");
+      for (std::size_t i = 0; i < deeds.size(); ++i) {
+        check_equal(deeds[i].microbatch, deeds[0].microbatch + i, "actions that do not follow each other");
+        check_equal(deeds[i].stage, deeds[i].microbatch % 7, "a torn action");
+        check_equal(deeds[i].kind, deeds[i].microbatch % 5, "a torn action");
+        check(i + 1 == deeds.size() || deeds[i].end != 0, "an action that began before the one before it had ended");
+        check(deeds[i].end == 0 || deeds[i].end >= deeds[i].start, "an action that ended before it began");
+      }
+    }
+  });
+  threads.emplace_back([&] {
+    while (!done) {
+      const Activity activity = recorder.activity();
+      check_equal(activity.rank, 3U, "the rank");
+      if (activity.running != 0 && activity.completed != 0) {
+        check_equal(activity.now.microbatch, activity.last.microbatch + 1, "what it does and what it did");
+      }
+      if (activity.busy != 0) check(std::string(activity.work.data()).starts_with("work "), "what it is busy with");
+      (void)to_json(activity);
+    }
+  });
+  threads.emplace_back([&] {
+    for (int i = 0; !done; ++i) recorder.set_busy(i % 3 == 0 ? "" : "work " + std::to_string(i));
+  });
+  recorder.step();
+  for (std::uint64_t n = 0; n < count; ++n) {
+    const auto i = static_cast<std::uint32_t>(n);
+    recorder.begin(i % 7, i % 5, i);
+    if (n % 2 == 0) recorder.ready();
+  }
+  recorder.end();
+  done = true;
+  for (std::thread& thread : threads) thread.join();
+  check_equal(recorder.deeds().back().microbatch, count - 1, "the last action");
+}
+
+void traces_and_files() {
+  const std::string path = std::filesystem::temp_directory_path() / ("recorder_stress-" + std::to_string(::getpid()));
+  {
+    Recorder recorder(1, 4, path);
+    recorder.start_trace(6);
+    for (std::uint32_t i = 0; i < 10; ++i) recorder.begin(0, 0, i);
+    recorder.end();
+    const std::vector<Deed> traced = recorder.stop_trace();
+    check_equal(traced.size(), 6U, "a trace holds what it has room for");
+    check_equal(traced[5].microbatch, 5U, "and that is the first");
+    recorder.set_cause("the first");
+    recorder.set_cause("the second");
+  }
+  check(std::filesystem::exists(path), "a record outlives its recorder");
+  const Fd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  const auto activity = activity_in(file.get());
+  check(activity && activity->rank == 1 && activity->completed != 0, "and can be read");
+  check_equal(activity->last.microbatch, 9U, "its last action");
+  {
+    Recorder again(1, 4, path);
+    again.discard();
+  }
+  check(!std::filesystem::exists(path), "a record that is not wanted is removed");
+  check(!activity_in(-1) && !activity_in(STDIN_FILENO), "what is no record is none");
+  expect(Fault::system, [] { Recorder nowhere(0, 4, "/nonexistent/record"); }, "a folder that is not there");
+}
+
+// A ring of hubs; every rank asks while all of them work, one fails and some leave.
+void questions(std::uint64_t seed, std::uint64_t rounds) {
+  constexpr std::size_t size = 4;
+  constexpr std::chrono::hours lately{1};
+  for (std::uint64_t round = 0; round < rounds; ++round) {
+    Random random(seed + round);
+    std::array<std::unique_ptr<Hub>, size> hubs;
+    std::array<std::shared_ptr<Recorder>, size> recorders;
+    for (std::size_t i = 0; i < size; ++i) {
+      hubs[i] = std::make_unique<Hub>(static_cast<int>(i));
+      recorders[i] = std::make_shared<Recorder>(static_cast<int>(i), 16, "");
+      hubs[i]->set_recorder(recorders[i]);
+    }
+    for (std::size_t i = 0; i < size; ++i) join(*hubs[i], *hubs[(i + 1) % size]);
+    for (auto& hub : hubs) hub->start();
+    for (std::size_t i = 0; i < size; ++i) hubs[i]->share_record(static_cast<int>((i + 1) % size), patience());
+    const std::size_t busy = random.below(size);
+    recorders[busy]->set_busy("writing");
+    check_equal(hubs[(busy + 2) % size]->ask(size, patience()).size(), size, "answers of a whole pipeline");
+    check(hubs[(busy + 1) % size]->somebody_is_busy(size, lately), "somebody is busy");
+    recorders[busy]->set_busy("");
+    check(hubs[(busy + 1) % size]->somebody_is_busy(size, lately), "somebody was busy just now");
+    check(!hubs[(busy + 1) % size]->somebody_is_busy(size, std::chrono::nanoseconds(1)), "nobody is busy");
+    std::vector<std::thread> threads;
+    for (std::size_t i = 0; i < size; ++i) {
+      threads.emplace_back([&, i] {
+        for (std::uint32_t n = 0; n < 200; ++n) recorders[i]->begin(static_cast<std::uint32_t>(i), 0, n);
+      });
+      threads.emplace_back([&, i, quits = random.once_in(3), fails = random.once_in(3)] {
+        for (int n = 0; n < 3; ++n) (void)hubs[i]->ask(size, patience(std::chrono::milliseconds(50)));
+        if (fails) hubs[i]->abort(R"({"kind":"error"})");
+        if (quits) hubs[i]->close();
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+}
+
+// A rank that dies leaves its record with its neighbour.
+void last_words() {
+  auto [mine, theirs] = socket_pair();
+  Hub hub(0);
+  hub.add_peer(1, std::move(mine));
+  hub.start();
+  Recorder record(1, 8, "");
+  record.step();
+  record.begin(1, 0, 4);
+  record.begin(1, 4, 4);
+  {
+    Hub peer(1);
+    peer.add_peer(0, std::move(theirs));
+    peer.set_recorder(std::make_shared<Recorder>(1, 8, ""));
+    peer.share_record(0, patience());
+    peer.send(0, FrameType::envelope, 0, 0, "here", patience());
+    (void)hub.take(1, FrameType::envelope, 0, patience());
+    peer.abandon();  // as if it were killed; it has no thread
+  }
+  while (!hub.cause()) std::this_thread::yield();
+  check(hub.cause()->find(R"("status":{"rank":1)") != std::string::npos, "the cause says what it did: " + *hub.cause());
+}
+
+}  // namespace
+}  // namespace pypipe::test
+
+int main(int count, char** values) {
+  using namespace pypipe::test;
+  const std::uint64_t seed = argument(count, values, 1, 1);
+  const std::uint64_t rounds = argument(count, values, 2, 20);
+  const std::size_t descriptors = open_descriptors();
+  begin("readers of a ring", 60);
+  readers(rounds * 20'000);
+  begin("traces and files");
+  traces_and_files();
+  begin("questions", 120);
+  questions(seed, rounds);
+  begin("the record of a rank that died");
+  last_words();
+  check_equal(open_descriptors(), descriptors, "descriptors open at the end");
+  std::printf("recorder_stress: seed %llu, %llu rounds\n", static_cast<unsigned long long>(seed),
+              static_cast<unsigned long long>(rounds));
+}

@@ -1,0 +1,31 @@
+"""Trains for ever, as one rank of torchrun's environment: prints a line when it is under way."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import torch
+from torch import nn
+
+import pypipe
+
+
+def main() -> None:
+    import os
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    stage = pypipe.PipelineStage(nn.Linear(8, 8), rank, size, torch.device("cpu"))
+    schedule = pypipe.Schedule1F1B(stage, 4, nn.functional.mse_loss, timeout=60.0)
+    batch = torch.randn(8, 8)
+    for step in range(10**9):
+        schedule.step(batch, target=batch)
+        if step == 3:
+            print("training", flush=True)
+        if step > 3 and "--wait" in sys.argv and rank == 1:
+            threading.Event().wait()  # the others wait for it
+
+
+if __name__ == "__main__":
+    main()
