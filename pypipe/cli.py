@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pypipe.demo_input import SCHEDULES, DemoInputError, Options, read_text
+from pypipe.demo_input import SCHEDULES, DemoInputError, Options, check_trace, read_text
 
 if TYPE_CHECKING:
     from pypipe.demo import Result
@@ -45,8 +45,13 @@ def main() -> None:
     type=click.Path(path_type=Path),
     help="UTF-8 file to learn, up to its first million characters.  [default: Python's standard library]",
 )
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path),
+    help="Write what the ranks did in the last step: .json for Perfetto and `pypipe show`, .html or .svg.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object, nothing else.")
-def demo(text: Path | None, as_json: bool, **options: int | str) -> None:
+def demo(text: Path | None, trace: Path | None, as_json: bool, **options: int | str) -> None:
     """Train a small GPT through a pipeline on this machine.
 
     A character-level GPT learns a real text, divided over processes; then the same model learns the same
@@ -55,6 +60,8 @@ def demo(text: Path | None, as_json: bool, **options: int | str) -> None:
     try:
         checked = Options(**options)  # type: ignore[arg-type]  # click has made them what Options says
         checked.check()
+        if trace is not None:
+            check_trace(trace)
         content = read_text(text, checked.context)
     except DemoInputError as error:
         raise _BadInput(str(error)) from error
@@ -63,10 +70,15 @@ def demo(text: Path | None, as_json: bool, **options: int | str) -> None:
     from pypipe.launch import RankError
 
     try:
-        result = run(checked, content, progress=not as_json)
+        result = run(checked, content, progress=not as_json, trace=trace)
     except RankError as error:
         raise click.ClickException(f"{error}\n{error.log}".strip()) from error
-    click.echo(json.dumps(asdict(result)) if as_json else _summary(result))
+    except DemoInputError as error:
+        raise _BadInput(str(error)) from error
+    if as_json:
+        click.echo(json.dumps({name: value for name, value in asdict(result).items() if value is not None}))
+    else:
+        click.echo(_summary(result))
 
 
 @main.command()
@@ -195,6 +207,12 @@ def _summary(result: Result) -> str:
         f"tokens per second  {result.tokens_per_second:,.0f}",
         f"bubble             {result.bubble_measured:.1%} measured, {result.bubble_predicted:.1%} predicted",
     ]
+    if result.traced is not None:
+        traced = result.traced
+        lines.append(f"last step          {traced.step_seconds * 1e3:.1f} ms, bubble {traced.bubble:.1%}, which is")
+        lines.append(f"                   warm-up and cool-down {traced.warm_up_and_cool_down:.1%}")
+        lines.append(f"                   imbalance             {traced.imbalance:.1%}")
+        lines.append(f"                   exposed transfer      {traced.exposed_transfer:.1%}")
     cores = len(os.sched_getaffinity(0))
     if result.stages > cores:
         lines.append(f"The prediction takes a core per rank; here {result.stages} ranks took turns on {cores}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from pathlib import Path
 HEAD_WIDTH = 16
 
 SCHEDULES = ("1f1b", "gpipe")
+
+#: What --trace writes, by the file's ending: a Chrome trace, a page, a picture.
+TRACE_ENDINGS = (".json", ".html", ".svg")
 
 # Plain Python modules that every CPython since 3.11 ships as source: some 600 KB of text.
 _STDLIB_MODULES = (
@@ -83,6 +87,15 @@ class Options:
             )
         if self.width % HEAD_WIDTH:
             raise DemoInputError(f"--width is {self.width}: give a multiple of {HEAD_WIDTH}, the width of one head")
+
+
+def check_trace(path: Path) -> None:
+    """Raises DemoInputError for a file that no trace could be written into."""
+    if path.suffix not in TRACE_ENDINGS:
+        raise DemoInputError(f"--trace is {path}: give a file that ends in {', '.join(TRACE_ENDINGS)}")
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise DemoInputError(f"cannot write {path}: give --trace a file that can be written")
 
 
 def read_text(path: Path | None, context: int) -> str:

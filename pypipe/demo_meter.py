@@ -31,6 +31,13 @@ class StepReport:
     forward_seconds: float
 
 
+@dataclass(frozen=True)
+class TraceReport:
+    """The last step of all ranks, measured and predicted, as `pypipe.program.drawing.chrome_trace` writes it."""
+
+    text: str
+
+
 class Meter:
     """Puts the ranks' reports together, step by step.
 

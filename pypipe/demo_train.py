@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -13,16 +14,25 @@ from torch import Tensor, nn
 
 from pypipe import PipelineStage, Schedule1F1B, ScheduleGPipe
 from pypipe.demo_input import Options
-from pypipe.demo_meter import StepReport
+from pypipe.demo_meter import StepReport, TraceReport
 from pypipe.demo_model import Shape, batches, build_stage, encode, loss_of, optimizer_for
+from pypipe.program.drawing import chrome_trace
 
 
-def train_rank(rank: int, report: Callable[[StepReport], None], options: Options, text: str, store: Path) -> None:
+def train_rank(
+    rank: int,
+    report: Callable[[StepReport | TraceReport], None],
+    options: Options,
+    text: str,
+    store: Path,
+    traced: bool,
+) -> None:
     """Trains stage `rank` of the model, and reports each step.
 
     Args:
         text: the same on every rank.
         store: a file that does not exist yet; the ranks find each other through it.
+        traced: whether rank 0 reports a trace of the last step too.
     """
     torch.set_num_threads(1)  # the ranks share the machine
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # they are all here, so no other interface need work
@@ -37,9 +47,11 @@ def train_rank(rank: int, report: Callable[[StepReport], None], options: Options
     kind = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[options.schedule]
     schedule = kind(stage, n_microbatches=options.microbatches, loss_fn=loss_of)
     begun = time.perf_counter()
-    for x, y in data:
+    trace = schedule.trace()
+    for step, (x, y) in enumerate(data):
         losses: list[Tensor] = []
-        schedule.step(x, target=y, losses=losses)
+        with trace if traced and step == options.steps - 1 else contextlib.nullcontext():
+            schedule.step(x, target=y, losses=losses)
         optimizer.step()
         optimizer.zero_grad()
         ended = time.perf_counter()
@@ -53,6 +65,8 @@ def train_rank(rank: int, report: Callable[[StepReport], None], options: Options
             )
         )
         begun = ended
+    if traced and rank == 0:
+        report(TraceReport(chrome_trace(*trace.panels)))
     schedule.close()
     dist.destroy_process_group()
 

@@ -17,6 +17,7 @@ from pypipe.runtime.checks import wanted
 from pypipe.runtime.fitting import Fitted, fit
 from pypipe.runtime.pipeline import Call, Pipeline, Settings
 from pypipe.runtime.rendezvous import refuse
+from pypipe.runtime.tracing import Trace
 from pypipe.runtime.world import World, find_world
 from pypipe.stage import PipelineStage
 
@@ -212,6 +213,23 @@ class Schedule:
             yield
         finally:
             recorder.core.set_busy("")
+
+    def trace(self) -> Trace:
+        """What every rank does, when, in the steps within a `with` block; on every rank around the same steps.
+
+            with schedule.trace() as trace:
+                schedule.step(x, target=y)
+            if rank == 0:
+                print(trace.text())
+                trace.save("step.html")
+
+        On a CPU it costs less than a microsecond an action within the block, and nothing outside; on an accelerator,
+        three events an action.
+
+        Raises:
+            PipelineError: a trace is being taken already.
+        """
+        return self._pipeline.trace()
 
     def close(self) -> None:
         """Leaves the pipeline. Idempotent; also done when the schedule is collected and when Python exits."""

@@ -59,6 +59,8 @@ def test_the_command_line_is_read_without_importing_torch(tmp_path: Path) -> Non
         (["--width", "50"], "give a multiple of 16"),
         (["--stages", "5"], "lower --stages, or give --blocks 5"),
         (["--microbatches", "64"], "lower --microbatches, or give --batch 64"),
+        (["--trace", "step.png"], "--trace is step.png: give a file that ends in .json, .html, .svg"),
+        (["--trace", "missing/step.svg"], "cannot write missing/step.svg: give --trace a file that can be written"),
         (["--text", "missing.txt"], "give --text a readable file"),
         (["--text", "."], "give --text a readable file"),
         (["--text", "short.txt"], "give a longer file, or lower --context"),

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from pypipe.program.drawing import read_chrome_trace
+
 pytestmark = pytest.mark.timeout(240)
 
 DEMO = [sys.executable, "-m", "pypipe", "demo"]
@@ -88,6 +90,18 @@ def test_another_seed_makes_another_run(tmp_path: Path) -> None:
     small = ("--stages", "2", "--microbatches", "2", "--batch", "2", "--steps", "2", "--seed")
     first, second = (run_json(*small, seed, cwd=tmp_path)["losses"] for seed in ("1", "2"))
     assert first != second
+
+
+def test_a_traced_run_writes_the_last_step_and_divides_its_bubble(tmp_path: Path) -> None:
+    small = ("--stages", "2", "--microbatches", "3", "--batch", "3", "--steps", "2", "--trace", "step.json")
+    result = subprocess.run([*DEMO, *small], cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    for part in ("warm-up and cool-down", "imbalance", "exposed transfer"):
+        assert sum(part in line and line.endswith("%") for line in lines) == 1, result.stdout
+    measured, predicted = read_chrome_trace((tmp_path / "step.json").read_text())
+    assert (measured.title, predicted.title) == ("1f1b, measured", "1f1b, predicted")
+    assert [len(events) for events in measured.timeline.ranks] == [6, 6]
 
 
 class Watched:

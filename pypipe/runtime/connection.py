@@ -73,6 +73,8 @@ class Connection:
         self.world = world
         meeting = meet(world, card, compare, peers - {world.rank}, timeout)
         self.hub = meeting.hub
+        self.prefix = meeting.prefix
+        """Of keys in the store that are this pipeline's."""
         self.recorder = _recorder(world.rank, meeting.identity)
         self.hub.set_recorder(self.recorder.core)
         self.hub.start()

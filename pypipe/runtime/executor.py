@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 from pypipe.program import Action, Channel, Kind, Link, Program, channel_of
 from pypipe.program.grouping import ends_of_groups
+from pypipe.runtime.device_clock import DeviceClock
 from pypipe.runtime.execution import StageExecution
 from pypipe.runtime.record import Recorder, code_of
 
@@ -34,11 +35,14 @@ class Executor:
         recorder: Recorder,
         issue: Callable[[], None] | None = None,
     ) -> None:
+        self.program = program
         self._record = recorder.core
-        for each in stages.values():
+        self._stages = tuple(stages.values())
+        for each in self._stages:
             each.on_ready = recorder.core.ready
         # Everything that can be known before is done here: run() only calls.
-        self._actions: list[Action] = []
+        self.actions: list[Action] = []
+        """What the recorder is told of in a run, in order."""
         self._plan: list[Step] = []
         order = _LinkOrder(program, rank)
         actions = program.ranks[rank]
@@ -58,25 +62,30 @@ class Executor:
         self._position = 0
 
     def _add(self, action: Action, call: Callable[[int], None], microbatch: int) -> None:
-        self._actions.append(action)
+        self.actions.append(action)
         self._plan.append((code_of(action), call, microbatch))
 
     @property
     def action(self) -> Action | None:
         """What is being done, or was being done when it failed."""
-        return self._actions[self._position] if self._position < len(self._actions) else None
+        return self.actions[self._position] if self._position < len(self.actions) else None
 
     @property
     def backwards(self) -> tuple[int, int]:
         """How many backwards (their weight halves, where they are split) have ended, and how many there are."""
-        split = {(a.stage, a.microbatch) for a in self._actions if a.kind is Kind.W}
-        adding = [
-            a.kind is Kind.W or (a.kind is Kind.B and (a.stage, a.microbatch) not in split) for a in self._actions
-        ]
+        split = {(a.stage, a.microbatch) for a in self.actions if a.kind is Kind.W}
+        adding = [a.kind is Kind.W or (a.kind is Kind.B and (a.stage, a.microbatch) not in split) for a in self.actions]
         return sum(adding[: self._position]), sum(adding)
 
-    def run(self) -> None:
-        """Runs every action, in order."""
+    def run(self, clock: DeviceClock | None = None) -> None:
+        """Runs every action, in order.
+
+        Args:
+            clock: is told of what is issued to the device, where that is to be measured.
+        """
+        if clock is not None:
+            self._run_timed(clock)
+            return
         position = 0
         begin = self._record.begin
         try:
@@ -87,6 +96,32 @@ class Executor:
             self._record.end()  # the action that fails stays in progress, for the record
         finally:
             self._position = position
+
+    def _run_timed(self, clock: DeviceClock) -> None:
+        plan = self._plan
+        arrived = self._record.ready
+
+        def ready() -> None:
+            arrived()
+            clock.ready()
+
+        def timed(call: Callable[[int], None]) -> Callable[[int], None]:
+            def run(microbatch: int) -> None:
+                clock.begin()
+                call(microbatch)
+                clock.end()
+
+            return run
+
+        self._plan = [(code, timed(call), microbatch) for code, call, microbatch in plan]
+        try:
+            for stage in self._stages:
+                stage.on_ready = ready
+            self.run()
+        finally:
+            self._plan = plan
+            for stage in self._stages:
+                stage.on_ready = arrived
 
 
 class _LinkOrder:

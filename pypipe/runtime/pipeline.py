@@ -24,6 +24,7 @@ from pypipe.runtime.local import LocalChannel
 from pypipe.runtime.microbatches import merge
 from pypipe.runtime.record import Recorder
 from pypipe.runtime.rendezvous import Card
+from pypipe.runtime.tracing import Trace
 from pypipe.runtime.world import World
 
 __all__ = ["Call", "Pipeline", "Settings"]
@@ -104,6 +105,8 @@ class Pipeline:
         self._failure: str | None = None
         self._busy = False
         self._closed = False
+        self._trace: Trace | None = None
+        self._n_traces = 0
         self.busy_seconds = 0.0
         self.step_seconds = 0.0
 
@@ -120,6 +123,18 @@ class Pipeline:
     def recorder(self) -> Recorder | None:
         """What this rank notes of its actions, once it is connected."""
         return self._running.connection.recorder if self._running is not None else None
+
+    def trace(self) -> Trace:
+        """A trace, which begins with its `with` block."""
+        return Trace(self._settings.world, self._settings.timeout, self._begin_trace, self._raise_failure)
+
+    def _begin_trace(self, trace: Trace | None) -> int:
+        """Begins a trace, or ends the one that is being taken; returns its number."""
+        if self._trace is not None and trace is not None:
+            raise PipelineError(f"{self._settings.where}: a trace is being taken already; end its `with` block first")
+        self._trace = trace
+        self._n_traces += trace is not None
+        return self._n_traces
 
     def close(self) -> None:
         """Leaves the pipeline. Idempotent."""
@@ -159,11 +174,11 @@ class Pipeline:
                 )
             started = True
             if call.training:
-                executor.run()
+                self._execute(executor, running.connection)
                 batch.finish()
             else:
                 with torch.no_grad():
-                    executor.run()
+                    self._execute(executor, running.connection)
             for stage in running.stages.values():
                 stage.end_step()
             result = self._results(running, call, batch.rows)
@@ -185,6 +200,12 @@ class Pipeline:
         self.busy_seconds = sum(stage.busy_seconds for stage in running.stages.values())
         self.step_seconds = time.perf_counter() - start
         return result
+
+    def _execute(self, executor: Executor, connection: Connection) -> None:
+        if self._trace is None:
+            executor.run()
+        else:
+            self._trace.run(executor, connection, self._settings.device)
 
     def _results(self, running: _Running, call: Call, rows: int) -> Any:
         if not self._holds_last:
@@ -272,12 +293,16 @@ class Pipeline:
                 self._failure = failure.text_of(error)
                 raise
         else:
-            cause = self._running.connection.hub.cause()
-            if cause is not None:
-                earlier = failure.from_cause(cause, f"{where}, between steps")
-                self._failure = failure.text_of(earlier)
-                raise earlier
+            self._raise_failure()
         return self._running
+
+    def _raise_failure(self) -> None:
+        """Raises what has gone wrong on any rank since the last step."""
+        cause = self._running.connection.hub.cause() if self._running is not None else None
+        if cause is not None:
+            earlier = failure.from_cause(cause, f"{self._settings.where}, between steps")
+            self._failure = failure.text_of(earlier)
+            raise earlier
 
     def _connect(self) -> _Running:
         settings, program = self._settings, self._settings.program
