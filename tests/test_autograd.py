@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import shutil
 
-import autograd_cases
+import autograd_data
+import autograd_eval
+import autograd_hooks
+import autograd_runs
+import autograd_special
 import pytest
 from rank_pool import RankPool
 
@@ -26,40 +30,40 @@ def _check(
     count: int | None = None,
 ) -> None:
     arguments = (kind, name, places, schedules, link, count)
-    found = [text for texts in ranks.run(size, autograd_cases.compare, *arguments) for text in texts]
+    found = [text for texts in ranks.run(size, autograd_runs.compare, *arguments) for text in texts]
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("name", list(autograd_cases.SPECIALS))
+@pytest.mark.parametrize("name", list(autograd_special.SPECIALS))
 def test_an_unusual_stage_first_in_the_middle_or_last_gets_the_gradients_of_plain_pytorch(
     ranks: RankPool, name: str
 ) -> None:
-    _check(ranks, "special", name, autograd_cases.PLACES.get(name, EVERYWHERE))
+    _check(ranks, "special", name, autograd_special.PLACES.get(name, EVERYWHERE))
 
 
-@pytest.mark.parametrize("name", list(autograd_cases.HOOKS))
+@pytest.mark.parametrize("name", list(autograd_hooks.HOOKS))
 def test_hooks_see_and_do_what_they_see_and_do_in_plain_pytorch(ranks: RankPool, name: str) -> None:
-    _check(ranks, "hook", name, autograd_cases.PLACES.get(name, EVERYWHERE))
+    _check(ranks, "hook", name, autograd_special.PLACES.get(name, EVERYWHERE))
 
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("special", name) for name in autograd_cases.SPECIALS] + [("hook", name) for name in autograd_cases.HOOKS],
+    [("special", name) for name in autograd_special.SPECIALS] + [("hook", name) for name in autograd_hooks.HOOKS],
 )
 def test_between_stages_of_one_rank_gradients_are_those_of_plain_pytorch(ranks: RankPool, kind: str, name: str) -> None:
-    places = autograd_cases.PLACES.get(name, EVERYWHERE)
+    places = autograd_special.PLACES.get(name, EVERYWHERE)
     _check(ranks, kind, name, places, size=1, schedules=["I and W"], count=3)
 
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("special", name) for name in autograd_cases.SPECIALS] + [("hook", name) for name in autograd_cases.HOOKS],
+    [("special", name) for name in autograd_special.SPECIALS] + [("hook", name) for name in autograd_hooks.HOOKS],
 )
 def test_a_backward_in_two_halves_gets_the_gradients_of_plain_pytorch(ranks: RankPool, kind: str, name: str) -> None:
     _check(ranks, kind, name, [1], schedules=["ScheduleZBH1"])
 
 
-@pytest.mark.parametrize("name", list(autograd_cases.CASES))
+@pytest.mark.parametrize("name", list(autograd_data.CASES))
 def test_gradients_are_those_of_plain_pytorch_with(ranks: RankPool, name: str) -> None:
     _check(ranks, "case", name, [0], schedules=[*SCHEDULES, "ScheduleZBH1"])
 
@@ -114,12 +118,12 @@ def test_over_the_c10d_link_gradients_are_those_of_plain_pytorch_too(ranks: Rank
 def test_a_compiled_stage_gets_the_gradients_of_plain_pytorch(ranks: RankPool) -> None:
     if shutil.which("g++") is None:
         pytest.skip("torch.compile needs a C++ compiler")
-    found = [text for texts in ranks.run(2, autograd_cases.compare_compiled, timeout=110) for text in texts]
+    found = [text for texts in ranks.run(2, autograd_eval.compare_compiled, timeout=110) for text in texts]
     assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("order", ["eval first", "eval between", "eval last"])
 @pytest.mark.parametrize("mode", ["plain", "no_grad", "inference_mode", "module.eval()"])
 def test_eval_touches_nothing_whenever_it_comes(ranks: RankPool, order: str, mode: str) -> None:
-    found = [text for texts in ranks.run(3, autograd_cases.evaluate, order, mode) for text in texts]
+    found = [text for texts in ranks.run(3, autograd_eval.evaluate, order, mode) for text in texts]
     assert not found, "\n".join(found)

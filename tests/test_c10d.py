@@ -123,8 +123,8 @@ def test_a_deadline_ends_the_wait_for_a_peer_that_is_busy(ranks: RankPool, tmp_p
     first, last = ranks.run(2, cases.busy_peer, str(tmp_path / "flag"), timeout=30.0)
     assert first.startswith("PipelineTimeout: "), first
     assert "rank 1" in first
-    assert last.startswith("RemoteStageError: "), last
-    assert "rank 0 failed" in last
+    assert last.startswith("PipelineTimeout: "), last
+    assert "stopped because a rank waited too long: rank 0" in last
 
 
 def test_a_deadline_ends_the_wait_for_bytes_that_the_backend_has_lost(ranks: RankPool) -> None:
@@ -132,7 +132,8 @@ def test_a_deadline_ends_the_wait_for_bytes_that_the_backend_has_lost(ranks: Ran
     assert first.startswith("PipelineTimeout: "), first
     assert "rank 1" in first
     assert "rank 0" in first
-    assert last.startswith("RemoteStageError: "), last
+    assert last.startswith("PipelineTimeout: "), last
+    assert "stopped because a rank waited too long: rank 0" in last
 
 
 def test_a_failure_elsewhere_ends_the_wait_for_bytes(ranks: RankPool) -> None:
@@ -268,7 +269,8 @@ def test_one_script_runs_on_several_hosts_and_chooses_its_links_by_itself(namesp
     assert int(str(seen[1]["sent"])) > 0
     assert int(str(seen[2]["sent"])) > 0
     # The lower rank of a pair listens: on the address that reaches the others, and on no other one.
-    assert seen[0]["listening"] == []
+    # Rank 0 listens for the last rank: the control sockets form a ring, whatever the links are.
+    assert seen[0]["listening"] == [[HOSTS[0], "0A"]] * 2
     assert seen[1]["listening"] == [[HOSTS[0], "0A"]] * 2
     assert seen[2]["listening"] == []
 

@@ -1,6 +1,6 @@
 """Faults of every kind, at any action of any rank, for every schedule and link: who raises what, and what comes after.
 
-PYPIPE_FAULTS sets how many cases each link gets: the default is what fits into CI.
+PYPIPE_FAULTS sets how many cases each link gets: the default is what fits into CI, where c10d takes six times as long.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import campaign
 import pytest
 from rank_pool import RankPool
 
-CASES = int(os.environ.get("PYPIPE_FAULTS", "160"))
+CASES = {link: int(os.environ.get("PYPIPE_FAULTS", default)) for link, default in {"shm": 240, "c10d": 70}.items()}
 FIRST = int(os.environ.get("PYPIPE_FAULTS_FIRST", "0"))
 _AT_ONCE = 40
 
 
-@pytest.mark.timeout(60 + CASES)
-@pytest.mark.parametrize("link", ["shm", "c10d"])
+@pytest.mark.timeout(120 + 2 * max(CASES.values()))
+@pytest.mark.parametrize("link", CASES)
 def test_every_rank_learns_the_first_cause_and_a_new_schedule_trains(ranks: RankPool, link: str) -> None:
     by_size = defaultdict(list)
-    for seed in range(FIRST, FIRST + CASES):
+    for seed in range(FIRST, FIRST + CASES[link]):
         case = campaign.draw(seed, link)
         by_size[case.n_ranks].append(case)
     found = []
@@ -31,4 +31,4 @@ def test_every_rank_learns_the_first_cause_and_a_new_schedule_trains(ranks: Rank
             results = ranks.run(size, campaign.run_cases, some, timeout=60.0 + len(some))
             for case, *seen in zip(some, *results, strict=True):
                 found += campaign.judge(case, seen)
-    assert not found, f"{len(found)} of {CASES}\n" + "\n\n".join(found[:20])
+    assert not found, f"{len(found)} of {CASES[link]}\n" + "\n\n".join(found[:20])

@@ -218,14 +218,14 @@ class Trial:
         kinds = {"corrupt": ("F", "B", "I"), "nan": ("F",), "late": ("F",)}.get(self.case.fault)
         stages = schedule._pipeline._running.stages
         places = []
-        for index, action in enumerate(executor._actions):
+        for index, action in enumerate(executor.actions):
             stage = stages[action.stage]
             channel = stage._receive_forward if action.kind.label == "F" else stage._receive_backward
             remote = hasattr(channel, "_port")
             if (kinds is None or action.kind.label in kinds) and (self.case.fault != "corrupt" or remote):
                 places.append(index)
         index = places[int(self.case.place * len(places))]
-        action = executor._actions[index]
+        action = executor.actions[index]
         self.seen.at = str(action)
         code, call, microbatch = executor._plan[index]
         fault = self.fault(schedule, stages[action.stage], action)

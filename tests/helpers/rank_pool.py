@@ -133,6 +133,10 @@ class RankPool:
     def run(self, count: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60.0) -> list[Any]:
         """As run_raw(), but fails where a rank raised."""
         results = self.run_raw(count, function, *arguments, timeout=timeout)
-        for rank, result in enumerate(results):
-            assert not isinstance(result, Raised), f"rank {rank} raised:\n{result.text}"
+        raised = [
+            f"rank {rank} raised:\n{result.text}" for rank, result in enumerate(results) if isinstance(result, Raised)
+        ]
+        if raised:
+            self.close()  # the ranks are no longer at the same place, which would be the next test's failure
+        assert not raised, "\n".join(raised)
         return results
