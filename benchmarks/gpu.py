@@ -286,8 +286,8 @@ def _per_call(exchange: Callable[[], None], count: int) -> tuple[float, float]:
     return (time.perf_counter() - start) / count * 1e6, (issued - start) / count * 1e6
 
 
-def _looped(size: int) -> tuple[Any, Callable[[], None]]:
-    """A self loop, and one message over it."""
+def _looped(size: int) -> tuple[Any, Callable[[], None], Callable[[], None]]:
+    """A self loop, and what starts and what ends one message over it."""
     import self_loop
     import torch
 
@@ -299,13 +299,15 @@ def _looped(size: int) -> tuple[Any, Callable[[], None]]:
     tensor = torch.zeros(size, dtype=torch.uint8, device=_device())
     tag = Tag(0, self_loop.FORWARD, 0, 0, 0)
 
-    def exchange() -> None:
+    def start() -> None:
         receiver.post()
         sender.send(layout, tag, [tensor])
         loop.issue()
+
+    def end() -> None:
         receiver.release(receiver.receive(tag))
 
-    return loop, exchange
+    return loop, start, end
 
 
 def _speed() -> dict[str, Any]:
@@ -316,7 +318,12 @@ def _speed() -> dict[str, Any]:
     bare = None if _is_dry() else _Bare()
     for size in sizes:
         count = 20 if _is_dry() else max(10, min(1000, int(2e9 / max(size, 1 << 16))))
-        loop, exchange = _looped(size)
+        loop, start, end = _looped(size)
+
+        def exchange(start: Callable[[], None] = start, end: Callable[[], None] = end) -> None:
+            start()
+            end()
+
         try:
             device, host = _median(lambda exchange=exchange, count=count: _per_call(exchange, count))
         finally:
@@ -344,7 +351,7 @@ def _hidden() -> dict[str, Any]:
     import torch
 
     size = 4096 if _is_dry() else 64 << 20
-    loop, exchange = _looped(size)
+    loop, start, end = _looped(size)
     width = 64 if _is_dry() else 8192
     dtype = torch.float32 if _is_dry() else torch.bfloat16
     a = torch.randn(width, width, device=_device(), dtype=dtype)
@@ -364,26 +371,10 @@ def _hidden() -> dict[str, Any]:
             samples.append(time.perf_counter() - start)
         return statistics.median(samples)
 
-    import self_loop
-
-    from pypipe.runtime.channels import Tag
-
-    sender, receiver = loop.ports(2)
-    layout = sender.announce("{}", [size], 0)
-    tensor = torch.zeros(size, dtype=torch.uint8, device=_device())
-    tag = Tag(0, self_loop.FORWARD, 0, 0, 0)
-
-    def start() -> None:
-        receiver.post()
-        sender.send(layout, tag, [tensor])
-        loop.issue()
-
-    def end() -> None:
-        receiver.release(receiver.receive(tag))
-
     try:
         matmul()
-        exchange()
+        start()
+        end()
         transfer, compute, both = seconds(start, end), seconds(matmul), seconds(start, matmul, end)
     finally:
         loop.close()

@@ -55,7 +55,7 @@ std::byte* NcclSendLink::staging(std::size_t bytes) {
 
 NcclSendLink::Outgoing NcclSendLink::prepare(const Envelope& envelope, std::span<const Part> parts, Stream stream) {
   const bool packed = parts.size() > 1 || parts.front().offset != 0;
-  std::byte* const area = packed ? staging(envelope.bytes) : nullptr;
+  const std::byte* const area = packed ? staging(envelope.bytes) : nullptr;
   // After the allocation: fresh memory may still be in use by earlier work of the compute stream.
   made_.record(handle(stream));
   made_.hold_up(edge_->stream().handle());

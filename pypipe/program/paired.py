@@ -13,7 +13,7 @@ from .programs import Program
 def check_paired_progress(program: Program, messages: Messages) -> None:
     """Prove that every rank reaches the end of its list when each pair of ranks has one communicator.
 
-    The rules, which the NCCL link's single-communicator mode follows:
+    The rules:
 
     - Two ranks that exchange anything have one communicator (and one stream on each), for both directions and for
       outputs and gradients alike.
@@ -28,7 +28,9 @@ def check_paired_progress(program: Program, messages: Messages) -> None:
       compute but their own: an F, B or I that takes a message waits for the end of its RECV's group.
 
     So the two ranks have to issue what they exchange in one order, up to what groups allow: opposite transfers that
-    both ranks put in one group may stand in either order.
+    both ranks put in one group may stand in either order. These groups are the largest that may be. The NCCL link,
+    whose hosts also wait for announcements, forms smaller ones, of programs that list everything in one order:
+    see `grouping.ends_of_groups`.
 
     Args:
         program: lowered; each SEND has exactly one RECV, and what goes from one rank to another is sent and
