@@ -33,6 +33,7 @@ __all__ = ["C10dReceivePort", "C10dSendPort", "Route"]
 
 _SLICE_SECONDS = 0.05
 _CLOSING_SECONDS = 1.0
+_HUB_SECONDS = 0.5  # for the hub to learn of what the backend has met
 _FOR_EVER = datetime.timedelta(days=365)
 
 
@@ -113,7 +114,7 @@ class _Completion:
         if self.route is not None:
             hub = self.route.hub
             with contextlib.suppress(_core.CoreError):
-                hub.check(self.route.peer)  # what the hub knows of the peer says more
+                _let_hub_speak(self.route)
                 text = f"sending to rank {self.route.peer} through torch.distributed failed: {error}"
                 hub.abort(json.dumps({"kind": "link", "rank": hub.rank, "message": text[:10_000]}))
 
@@ -133,10 +134,23 @@ class _Completion:
                     continue
                 raise PipelineTimeout(f"{what} rank {route.peer} did not end in {route.patience.timeout:g} s")
         if self.error is not None:
-            route.hub.check(route.peer)
+            _let_hub_speak(route)
             raise PipelineError(
                 f"{what} rank {route.peer} through torch.distributed failed: {self.error}"
             ) from self.error
+
+
+def _let_hub_speak(route: Route) -> None:
+    """After an error of the backend: raises what the hub knows, or comes to know in a moment.
+
+    A peer's death closes the backend's sockets and the hub's in any order, and "connection reset" says less.
+    """
+    deadline = time.monotonic() + _HUB_SECONDS
+    while True:
+        route.hub.check(route.peer)
+        if time.monotonic() >= deadline:
+            return
+        time.sleep(0.005)
 
 
 @contextlib.contextmanager
@@ -144,6 +158,7 @@ def _as_pipeline_error(what: str, route: Route) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        _let_hub_speak(route)
         raise PipelineError(f"{what} rank {route.peer} through torch.distributed failed: {error}") from error
 
 
