@@ -139,22 +139,19 @@ def from_cause(text: str, doing: str) -> PipelineError:
         return PipelineTimeout(f"{doing}: stopped because a rank waited too long: {cause.get('message')}")
     if kind == "left":
         return PeerLost(f"{doing}: stopped because a rank left: {cause.get('message')}")
-    if kind == "interrupt":
-        return RemoteStageError(
-            f"{doing}: stopped because rank {origin} was interrupted (KeyboardInterrupt) at {cause.get('doing')}",
-            rank=origin,
-            stage=cause.get("stage"),
-            action=cause.get("action"),
-            microbatch=cause.get("microbatch"),
-            remote_traceback=str(cause.get("traceback", "")),
-        )
     if kind == "link":
         message = f"{doing}: the link of rank {origin} failed: {cause.get('message')}"
         own = doing.startswith(f"rank {origin},")
         return PipelineError(message) if own else RemoteStageError(message, rank=origin)
+    if kind == "interrupt":
+        message = f"{doing}: stopped because rank {origin} was interrupted (KeyboardInterrupt) at {cause.get('doing')}"
+    else:
+        message = (
+            f"{doing}: stopped because rank {origin} failed at {cause.get('doing')}: {cause.get('type')}: "
+            f"{cause.get('message')}\n--- traceback of rank {origin} ---\n{cause.get('traceback', '')}"
+        )
     return RemoteStageError(
-        f"{doing}: stopped because rank {origin} failed at {cause.get('doing')}: {cause.get('type')}: "
-        f"{cause.get('message')}\n--- traceback of rank {origin} ---\n{cause.get('traceback', '')}",
+        message,
         rank=origin,
         stage=cause.get("stage"),
         action=cause.get("action"),
