@@ -155,9 +155,10 @@ def measure_sleeping(rows: Sequence[str], rounds: int, count: int) -> list[dict[
                 "over_simulated": ratios(steps[row], simulated[row]),
             }
         )
-        if "pypipe 1f1b" in steps:
-            results[-1]["over_1f1b"] = ratios(steps[row], steps["pypipe 1f1b"])
-            results[-1]["simulated_over_1f1b"] = ratios(simulated[row], simulated["pypipe 1f1b"])
+    if "pypipe 1f1b" in steps:
+        for row, result in zip(rows, results, strict=True):
+            result["over_1f1b"] = ratios(steps[row], steps["pypipe 1f1b"])
+            result["simulated_over_1f1b"] = ratios(simulated[row], simulated["pypipe 1f1b"])
     return results
 
 
