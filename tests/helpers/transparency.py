@@ -152,6 +152,17 @@ def compare(
     )
     has_last = any(piece == len(modules) - 1 for piece, _ in held)
     differences: list[str] = []
+    calls: list[int] = []
+    for piece, module in held:
+        module.register_forward_pre_hook(lambda *_, piece=piece: calls.append(piece))
+    # Of two copies, each runs its direction's microbatches.
+    expected_calls = n_microbatches * (1 if name.partition(" ")[0] in BIDIRECTIONAL else len(held))
+
+    def check_calls(what: str) -> None:
+        # No trial run to find shapes, be it the first step, another layout or a change between step() and eval().
+        if len(calls) != expected_calls:
+            differences.append(f"rank {rank}: {what} ran {len(calls)} forwards, not {expected_calls}: {calls}")
+        calls.clear()
 
     def check(what: str, a: Tensor | None, b: Tensor | None) -> None:
         worst = difference(a, b)
@@ -162,6 +173,7 @@ def compare(
     for number, (x, y) in enumerate(batches[:3]):
         losses: list[Tensor] = []
         output = schedule.step(x, target=y, losses=losses)
+        check_calls(f"step {number}")
         expected = unpipelined(reference, x)
         chunks = list(
             zip(torch.tensor_split(expected, n_microbatches), torch.tensor_split(y, n_microbatches), strict=True)
@@ -185,6 +197,7 @@ def compare(
             theirs.step()
             theirs.zero_grad()
         evaluated = schedule.eval(batches[3][0])
+        check_calls(f"eval {number}")
         if has_last:
             with torch.no_grad():
                 check(f"output of eval {number}", evaluated, unpipelined(reference, batches[3][0]))
