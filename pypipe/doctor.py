@@ -230,15 +230,30 @@ def _explain(report: Report) -> None:
             f"NCCL {nccl.version} lacks {', '.join(nccl.absent)}: receive buffers are not registered with it, which "
             "costs one copy a message and nothing else."
         )
-    if nccl.version is not None and _as_numbers(nccl.version) < (2, 26):
-        notes.append(
-            f"NCCL {nccl.version} cannot be told to run the communicators of one GPU in the order of the host's calls; "
-            "2.26 and later can. So two ranks have one communicator for all that they exchange, which runs one group "
-            "of transfers after another (PYPIPE_NCCL_COMMUNICATORS=link overrules that)."
-        )
+    notes.extend(_unordered(report))
     notes.extend(_which_nccl(report))
     if (problem := one_queue()) is not None:
         notes.append(problem)
+
+
+def _unordered(report: Report) -> list[str]:
+    """Why two ranks share one communicator here, where they do."""
+    consequence = (
+        "So two ranks have one communicator for all that they exchange, which runs one group of transfers after "
+        "another (PYPIPE_NCCL_COMMUNICATORS=link overrules that)."
+    )
+    nccl, driver = report.nccl.version, report.cuda.version
+    if nccl is not None and _as_numbers(nccl) < (2, 26):
+        return [
+            f"NCCL {nccl} cannot be told to run the communicators of one GPU in the order of the host's calls; "
+            f"2.26 and later can. {consequence}"
+        ]
+    if nccl is not None and driver is not None and _as_numbers(driver) < (12, 3):
+        return [
+            f"With a driver for CUDA {driver} the communicators of one GPU run one after another; with one for 12.3 or "
+            f"later they run at once, in the order of the host's calls. {consequence}"
+        ]
+    return []
 
 
 def _unusable(library: Library, name: str, variable: str) -> str:

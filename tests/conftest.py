@@ -22,8 +22,9 @@ settings.register_profile("pypipe", deadline=None)
 settings.load_profile("pypipe")
 
 # Rank processes import what they run by module name, so the helpers' folder is on the path of all of them.
-sys.path.insert(0, str(Path(__file__).parent / "helpers"))
+sys.path[:0] = [str(Path(__file__).parent / "helpers"), str(Path(__file__).parent / "emulator")]
 
+import cuda_emulator  # noqa: E402
 from rank_pool import RankPool  # noqa: E402
 
 
@@ -38,3 +39,22 @@ def _pools() -> Iterator[RankPool]:
 def ranks(_pools: RankPool) -> RankPool:
     """Runs a function on the first P of four rank processes: `ranks.run(P, function, *args) -> results by rank`."""
     return _pools
+
+
+@pytest.fixture(scope="session")
+def gpus() -> Iterator[RankPool]:
+    """As `ranks`, with the emulated driver and NCCL, over which all messages go (tests/emulator)."""
+    if not cuda_emulator.has_compiler():
+        pytest.skip("no C++ compiler (c++, g++, clang++ or $CXX): the emulator cannot be built here")
+    emulator = cuda_emulator.build()
+    pool = RankPool(
+        4,
+        {
+            "PYPIPE_CUDA_LIBRARY": str(emulator.cuda),
+            "PYPIPE_NCCL_LIBRARY": str(emulator.nccl),
+            "PYPIPE_LINK": "nccl",
+            "PYPIPE_EMULATOR_DELAY_US": "100",
+        },
+    )
+    yield pool
+    pool.close()

@@ -112,7 +112,11 @@ def test_the_copy_of_nccl_that_torch_uses_is_named(findings: dict[str, Any], sai
         ({"gpus": ["H200"], "torch": doctor.Library("torch", "/t", "2.13.0+cpu")}, "install a build of torch for CUDA"),
         ({"gpus": ["H200"]}, "pip install 'pypipe[cu13]'"),
         ({"nccl": doctor.Library("NCCL", "/n", "2.18.3", absent=["ncclMemAlloc"])}, "lacks ncclMemAlloc"),
-        ({"nccl": doctor.Library("NCCL", "/n", "2.18.3")}, "2.26 and later can"),
+        ({"nccl": doctor.Library("NCCL", "/n", "2.18.3")}, "2.26 and later can. So two ranks have one communicator"),
+        (
+            {"cuda": doctor.Library("CUDA", "/c", "12.2"), "nccl": doctor.Library("NCCL", "/n", "2.28.9")},
+            "for CUDA 12.2 the communicators of one GPU run one after another",
+        ),
         ({"torch": doctor.Library("torch", problem="no", broken=True)}, "torch does not load"),
         ({"core": doctor.Library("core", problem="no", broken=True)}, "install pypipe again"),
     ],

@@ -9,31 +9,18 @@ from __future__ import annotations
 import math
 import os
 import re
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 
+import nccl_bugs
+import nccl_cases
 import pytest
 import transparency
 from models import MODELS
 from rank_pool import RankPool
 
-sys.path.insert(0, str(Path(__file__).parent / "emulator"))
-
-import cuda_emulator
-import nccl_bugs
-import nccl_cases
-
 SCHEDULES = ["ScheduleGPipe", "Schedule1F1B"]
 SEEDS = int(os.environ.get("PYPIPE_NCCL_SEEDS", "34"))
 LIMIT = 540 + 5 * SEEDS  # seconds
-pytestmark = [
-    pytest.mark.skipif(
-        not cuda_emulator.has_compiler(),
-        reason="no C++ compiler (c++, g++, clang++ or $CXX): the emulator cannot be built here",
-    ),
-    pytest.mark.timeout(LIMIT + 60),  # the first test builds it, on a machine that may be busy
-]
+pytestmark = pytest.mark.timeout(LIMIT + 60)  # the first test builds the emulator, on a machine that may be busy
 
 OTHERS = [
     *((3, name) for name in ("ScheduleZBH1", "ScheduleZBH2")),
@@ -42,23 +29,6 @@ OTHERS = [
     *((4, name) for name in transparency.BIDIRECTIONAL),
     *((3, f"random s=6 seed={seed}") for seed in range(2)),
 ]
-
-
-@pytest.fixture(scope="module")
-def gpus() -> Iterator[RankPool]:
-    """Ranks whose driver and NCCL are the emulated ones."""
-    emulator = cuda_emulator.build()
-    pool = RankPool(
-        4,
-        {
-            "PYPIPE_CUDA_LIBRARY": str(emulator.cuda),
-            "PYPIPE_NCCL_LIBRARY": str(emulator.nccl),
-            "PYPIPE_LINK": "nccl",
-            "PYPIPE_EMULATOR_DELAY_US": "100",
-        },
-    )
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

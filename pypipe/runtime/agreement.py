@@ -19,7 +19,8 @@ _REMEDIES = {
     "n_microbatches": "give every rank's schedule the same n_microbatches",
     "loss_fn": "give loss_fn on every rank, or on none (it is only called on the last stage)",
     "scale_grads": "give every rank's schedule the same scale_grads",
-    "communicators": "install the same NCCL and driver on every rank, or give PYPIPE_NCCL_COMMUNICATORS=pair to all",
+    "communicators": "install the same NCCL and driver on every rank, or give all of them "
+    "PYPIPE_NCCL_COMMUNICATORS=link, or, where all stages are on GPUs, =pair",
     "check": "give every rank's schedule the same check=",
 }
 

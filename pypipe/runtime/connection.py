@@ -6,7 +6,7 @@ import contextlib
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,7 +71,13 @@ class Connection:
         # News go round in both directions, so that one rank that is stopped keeps them from nobody.
         peers |= {(world.rank + 1) % world.size, (world.rank - 1) % world.size}
         self.world = world
-        meeting = meet(world, card, compare, peers - {world.rank}, timeout)
+        ways: dict[Link, str] = {}
+
+        def fit(cards: Sequence[Card]) -> None:
+            compare(cards)
+            ways.update(_ways(links.values(), cards, checksum))
+
+        meeting = meet(world, card, fit, peers - {world.rank}, timeout)
         self.hub = meeting.hub
         self.prefix = meeting.prefix
         """Of keys in the store that are this pipeline's."""
@@ -85,7 +91,7 @@ class Connection:
         carriers: dict[str, Carrier] = {}
         self._finalizer = weakref.finalize(self, _close, carriers, self.hub, self.recorder)
         try:
-            self._open(meeting, carriers, links, slots, device, timeout)
+            self._open(meeting, carriers, links, ways, slots, device, timeout)
         except BaseException as error:
             public: BaseException = error
             if isinstance(error, _core.CoreError):
@@ -104,6 +110,7 @@ class Connection:
         meeting: Meeting,
         carriers: dict[str, Carrier],
         links: Mapping[Channel, Link],
+        ways: Mapping[Link, str],
         slots: Mapping[Channel, int],
         device: torch.device,
         timeout: float,
@@ -121,12 +128,6 @@ class Connection:
             if cards[peer]["host"] == cards[me]["host"]:
                 self.hub.share_record(peer, patience)
         numbers = {channel: number for number, channel in enumerate(links)}
-        # All ranks decide for all links, so that what cannot be is an error on every rank.
-        ways = {link: carrier_of(link, cards) for link in sorted(set(links.values()))}
-        if self._checksum and "nccl" in ways.values():
-            raise ConfigurationError(
-                'check="checksum" is for messages that pass through the hosts: over NCCL each would wait for the device'
-            )
         # One order on all ranks: whoever waits at a link waits for a rank that is busy with an earlier one.
         for number, (link, way) in enumerate(ways.items()):
             if me not in _ends(link):
@@ -148,6 +149,17 @@ class Connection:
             else:
                 receiver = carrier.receive_port(link, number, count)
                 self.receivers[channel] = ReceiveChannel(receiver, channel.source_stage, kind, self._checksum)
+
+
+def _ways(links: Iterable[Link], cards: Sequence[Card], checksum: bool) -> dict[Link, str]:
+    """Each link's carrier. All ranks decide for all links, so that what cannot be is an error on every rank."""
+    ways = {link: carrier_of(link, cards) for link in sorted(set(links))}
+    if checksum and "nccl" in ways.values():
+        raise ConfigurationError(
+            'check="checksum" is for messages that pass through the hosts: over NCCL each would wait for the device; '
+            "leave it out, or carry them by PYPIPE_LINK=c10d while you look for the fault"
+        )
+    return ways
 
 
 def _close(carriers: Mapping[str, Carrier], hub: _core.Hub, recorder: Recorder) -> None:

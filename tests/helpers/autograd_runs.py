@@ -12,6 +12,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from autograd_base import Batch, Case, Special, nothing
@@ -289,15 +290,13 @@ def compare(
 
             prepare = HOOKS[name][1] if kind == "hook" else nothing
             where = f"rank {rank}, {schedule}" + (f", special stage {place}" if kind != "case" else "")
-            os.environ["PYPIPE_LINK"] = link
             try:
-                mine = _pipelined(rank, size, group, schedule, _build(make, prepare))
+                with patch.dict(os.environ, PYPIPE_LINK=link):
+                    mine = _pipelined(rank, size, group, schedule, _build(make, prepare))
             except Exception:
                 # The other ranks fail too and go on to the next place, as this one does.
                 found.append(f"{where}: the pipelined run raised\n{traceback.format_exc(limit=-3)}")
                 continue
-            finally:
-                del os.environ["PYPIPE_LINK"]
             for stage in mine[0]:
                 case = _build(make, prepare)
                 theirs = _reference(stage, count, case, schedule == "ScheduleGPipe")

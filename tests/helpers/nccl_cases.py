@@ -35,7 +35,7 @@ def compute_stream() -> ComputeStream:
     return ComputeStream(control(), os.environ["PYPIPE_CUDA_LIBRARY"])
 
 
-def _hazards(emulator: Any, rank: int) -> list[str]:
+def hazards(emulator: Any, rank: int) -> list[str]:
     count = emulator.hazards()
     return [f"rank {rank}: {count} hazards, the last: {emulator.last_report()}"] if count else []
 
@@ -50,7 +50,7 @@ def seeds(rank: int, size: int, group: Any, cases: list[tuple[int, transparency.
         with compute.installed():
             found += transparency.compare(rank, size, group, *case)
         emulator.settle(compute.handle)
-        found += _hazards(emulator, rank)
+        found += hazards(emulator, rank)
         if found:
             return [f"seed {seed}, {case}: {text}" for text in found]
     return found
@@ -74,7 +74,7 @@ def one_place(rank: int, size: int, group: Any, communicators: str, cases: list[
                 emulator.set("resident", 32)
                 emulator.set("staging", 65536)
             emulator.settle(compute.handle)
-            found += _hazards(emulator, rank)
+            found += hazards(emulator, rank)
             if found:
                 return [f"seed {seed}, {case}: {text}" for text in found]
     return found
@@ -104,14 +104,14 @@ def changing_layouts(rank: int, size: int, group: Any, seed: int) -> list[str]:
                 found.append(f"rank {rank}, {rows} x {length}: an evaluation differs")
         schedule.close()
     emulator.settle(compute.handle)
-    return found + _hazards(emulator, rank)
+    return found + hazards(emulator, rank)
 
 
 def to_itself(rank: int, size: int, group: Any, model: str, n_stages: int) -> list[str]:
     """As tests/gpu, on the emulator."""
     emulator = control()
     emulator.reset_counters()
-    return self_loop.train(torch.device("cpu"), model, n_stages, 4, 10) + _hazards(emulator, rank)
+    return self_loop.train(torch.device("cpu"), model, n_stages, 4, 10) + hazards(emulator, rank)
 
 
 def steady_state(

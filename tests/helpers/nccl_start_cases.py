@@ -1,0 +1,121 @@
+"""How pipelines over the NCCL link start: beside other carriers, and what they refuse or warn of."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import transparency
+from models import make
+from nccl_cases import compute_stream, control, hazards
+from torch.nn import functional
+
+import pypipe
+from pypipe import schedule as schedule_module
+from pypipe.program import Link
+from pypipe.runtime import connection
+
+CPU = torch.device("cpu")
+
+
+@contextlib.contextmanager
+def _carried(ways: Sequence[str]) -> Iterator[None]:
+    """Links between ranks i and j go the way number min(i, j), as between GPUs, CPUs and hosts of all kinds."""
+
+    def carrier_of(link: Link, cards: object) -> str:
+        return ways[min(link.source_rank, link.target_rank) % len(ways)]
+
+    with patch.object(connection, "carrier_of", carrier_of):
+        yield
+
+
+def mixed(rank: int, size: int, group: Any, ways: Sequence[str], cases: list[tuple[int, Any]]) -> list[str]:
+    """As nccl_cases.seeds, where each pair of ranks has a carrier of its own."""
+    emulator, compute = control(), compute_stream()
+    found: list[str] = []
+    for seed, case in cases:
+        emulator.reset_counters()
+        emulator.set("seed", seed * 64 + rank)
+        with compute.installed(), _carried(ways):
+            found += transparency.compare(rank, size, group, *case)
+        emulator.settle(compute.handle)
+        found += hazards(emulator, rank)
+    return found
+
+
+def _attempt(rank: int, size: int, group: Any, **options: Any) -> str:
+    """Builds a schedule and makes one step; returns what was raised."""
+    modules, batch, loss = make("mlp", size)
+    name = options.pop("name", "Schedule1F1B")
+    x, y = batch(8)
+    try:
+        schedule, _ = transparency.build(rank, size, group, name, modules, 4, CPU, loss_fn=loss, timeout=20, **options)
+        try:
+            schedule.step(x, target=y)
+        finally:
+            schedule.close()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def checksum(rank: int, size: int, group: Any, ways: Sequence[str]) -> str:
+    """check="checksum" where some links are NCCL's."""
+    with _carried(ways):
+        return _attempt(rank, size, group, check="checksum")
+
+
+def two_copies(rank: int, size: int, group: Any) -> str:
+    """DualPipe where each pair of ranks has one communicator."""
+    with patch.dict(os.environ, PYPIPE_NCCL_COMMUNICATORS="pair"):
+        return _attempt(rank, size, group, name="ScheduleDualPipe")
+
+
+def one_rank_without_pairs(rank: int, size: int, group: Any) -> str:
+    """Rank 0 is on a CPU, the others need one communicator for each pair."""
+    with patch.dict(os.environ, PYPIPE_NCCL_COMMUNICATORS="pair"), contextlib.ExitStack() as stack:
+        if rank == 0:
+            stack.enter_context(patch.object(schedule_module, "single_communicator", lambda device: False))
+        return _attempt(rank, size, group)
+
+
+def old_libraries(rank: int, size: int, group: Any, knob: str, value: int) -> tuple[str, list[str]]:
+    """What a rank raises with an older NCCL or driver, and how its program's transfers stand."""
+    from pypipe.runtime import libraries
+
+    emulator = control()
+    emulator.set(knob, value)
+    libraries.nccl.cache_clear()
+    libraries.cuda.cache_clear()
+    try:
+        modules, batch, loss = make("mlp", size)
+        stage = pypipe.PipelineStage(modules[rank], rank, size, CPU, group=group)
+        schedule = pypipe.Schedule1F1B(stage, 4, loss, timeout=20)
+        x, y = batch(8)
+        schedule.step(x, target=y)
+        actions = [str(action) for action in schedule.program.ranks[rank]]
+        held = schedule._pipeline._running.connection.issue is not None
+        schedule.close()
+        return "one for each pair" if held else "one for each link", actions
+    finally:
+        emulator.set(knob, {"version": 0, "driver": 13000}[knob])
+        libraries.nccl.cache_clear()
+        libraries.cuda.cache_clear()
+
+
+def warned(rank: int, size: int, group: Any, connections: str) -> list[str]:
+    """The warnings of a first step under CUDA_DEVICE_MAX_CONNECTIONS."""
+    stage = pypipe.PipelineStage(torch.nn.Linear(4, 4), rank, size, CPU, group=group)
+    schedule = pypipe.ScheduleGPipe(stage, 2, functional.mse_loss, timeout=20)
+    x = torch.randn(4, 4)
+    with patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS=connections), warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        schedule.step(x, target=x)
+        schedule.step(x, target=x)
+    schedule.close()
+    return [f"{each.category.__name__}: {each.message}" for each in seen]

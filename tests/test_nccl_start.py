@@ -1,0 +1,68 @@
+"""How a pipeline over NCCL starts: beside other carriers, with old libraries, and what every rank refuses alike."""
+
+from __future__ import annotations
+
+import nccl_start_cases as cases
+import pytest
+from rank_pool import RankPool
+
+pytestmark = pytest.mark.timeout(600)  # the first test builds the emulator, on a machine that may be busy
+
+
+@pytest.mark.parametrize("ways", [("nccl", "c10d", "shm"), ("shm", "nccl", "c10d"), ("c10d", "nccl", "nccl")])
+def test_links_of_one_pipeline_may_go_over_nccl_shared_memory_and_c10d(gpus: RankPool, ways: tuple[str, ...]) -> None:
+    tried = [
+        ("ScheduleGPipe", "mixed", 5, 11, True),
+        ("Schedule1F1B", "gpt", 6, 12, True),
+        ("Schedule1F1B", "identities", 3, 3, True),
+        ("ScheduleInterleaved1F1B v=2", "mlp", 4, 9, True),
+        ("ScheduleZBVZeroBubble", "mixed", 5, 10, True),
+        ("ScheduleDualPipe", "mlp", 8, 17, True),
+    ]
+    found = [text for texts in gpus.run(4, cases.mixed, ways, list(enumerate(tried))) for text in texts]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("ways", [("nccl",), ("shm", "nccl", "c10d")])
+def test_checksums_are_refused_on_every_rank_where_any_link_is_nccls(gpus: RankPool, ways: tuple[str, ...]) -> None:
+    for rank, raised in enumerate(gpus.run(4, cases.checksum, ways)):
+        assert raised.startswith("ConfigurationError: "), f"rank {rank}: {raised}"
+        assert 'check="checksum"' in raised
+        assert "NCCL" in raised
+
+
+def test_two_copies_of_a_model_are_refused_on_every_rank_with_one_communicator_a_pair(gpus: RankPool) -> None:
+    for rank, raised in enumerate(gpus.run(4, cases.two_copies)):
+        assert raised.startswith("ConfigurationError: "), f"rank {rank}: {raised}"
+        assert "two copies of the model" in raised
+        assert "PYPIPE_NCCL_COMMUNICATORS" in raised
+
+
+def test_ranks_that_disagree_about_communicators_say_so_on_every_rank(gpus: RankPool) -> None:
+    for rank, raised in enumerate(gpus.run(3, cases.one_rank_without_pairs)):
+        assert raised.startswith("ConfigurationError: the ranks disagree about communicators"), f"rank {rank}: {raised}"
+        assert "PYPIPE_NCCL_COMMUNICATORS=link" in raised
+
+
+@pytest.mark.parametrize(
+    ("knob", "value", "expected"),
+    [
+        ("version", 22503, "one for each pair"),
+        ("version", 22603, "one for each link"),
+        ("driver", 12020, "one for each pair"),
+        ("driver", 12030, "one for each link"),
+    ],
+)
+def test_with_libraries_that_order_no_communicators_each_pair_of_ranks_gets_one(
+    gpus: RankPool, knob: str, value: int, expected: str
+) -> None:
+    for rank, (communicators, actions) in enumerate(gpus.run(3, cases.old_libraries, knob, value)):
+        assert communicators == expected, f"rank {rank}: {actions}"
+
+
+@pytest.mark.parametrize(("connections", "count"), [("1", 1), ("8", 0)])
+def test_one_queue_for_all_streams_is_a_warning_on_every_rank(gpus: RankPool, connections: str, count: int) -> None:
+    for seen in gpus.run(2, cases.warned, connections):
+        assert len(seen) == count, seen
+        assert all(text.startswith("RuntimeWarning: CUDA_DEVICE_MAX_CONNECTIONS=1: ") for text in seen)
+        assert all("unset it" in text for text in seen)
