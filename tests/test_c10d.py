@@ -92,7 +92,7 @@ def test_a_rank_may_end_its_script_as_soon_as_its_last_step_is_over() -> None:
         for rank in range(2)
     ]
     try:
-        outputs = [process.communicate(timeout=60) for process in processes]
+        outputs = [process.communicate(timeout=100) for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -249,7 +249,7 @@ def _run_in(
             )
         )
     try:
-        outputs = [process.communicate(timeout=60) for process in processes]
+        outputs = [process.communicate(timeout=100) for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -57,7 +57,12 @@ class Meeting:
 def refuse(world: World, reason: str) -> None:
     """Tells the others, who may wait for this rank at the next meeting, that it cannot be built."""
     if world.store is not None:
-        world.store.set(f"{world.next_meeting()}/refused", json.dumps({"rank": world.rank, "reason": reason}))
+        _write_refusal(world, world.key(world.next_meeting()), reason)
+
+
+def _write_refusal(world: World, prefix: str, reason: str) -> None:
+    world.store.set(f"{prefix}/begun", "1")
+    world.store.set(f"{prefix}/refused", json.dumps({"rank": world.rank, "reason": reason}))
 
 
 def _check_refused(world: World, prefix: str) -> None:
@@ -69,25 +74,66 @@ def _check_refused(world: World, prefix: str) -> None:
         )
 
 
-def read_all(world: World, prefix: str, keys: Mapping[int, str], deadline: float) -> dict[int, str]:
-    """The values of these keys (by rank), as soon as each is there."""
-    values: dict[int, str] = {}
+class _GivenUp(Exception):
+    """Some rank waits at a later meeting: it has given this one up."""
+
+
+def read_all(
+    world: World, prefix: str, keys: Mapping[int, str], deadline: float, given_up: str | None = None
+) -> dict[int, str]:
+    """The values of these keys (by rank), as soon as each is there; an empty value counts as none.
+
+    Args:
+        given_up: a key that says, once it is there, that what is missing then will not come.
+    """
     pause = _FIRST_POLL_SECONDS
     while True:
-        for rank, key in keys.items():
-            if rank not in values and world.store.check([key]):
-                values[rank] = world.store.get(key).decode()
-        if len(values) == len(keys):
-            return values
+        # First: who gave up after it had seen all values is not missed.
+        is_given_up = given_up is not None and world.store.check([given_up])
+        values: dict[int, str] = {}
+        if world.store.check(list(keys.values())):
+            values = {rank: world.store.get(key).decode() for rank, key in keys.items()}
+            if all(values.values()):
+                return values
         _check_refused(world, prefix)
+        if is_given_up:
+            raise _GivenUp
         if time.monotonic() >= deadline:
-            missing = ", ".join(str(rank) for rank in keys if rank not in values)
+            absent = [rank for rank, key in keys.items() if not world.store.check([key])]
+            # Else all came, but somebody has given up already.
+            absent = absent or [rank for rank, value in values.items() if not value]
             raise PipelineTimeout(
-                f"rank {world.rank} waited for rank {missing} to start the same pipeline: every rank of the group "
-                "must build its schedule and call step() or eval()"
+                f"rank {world.rank} waited for rank {', '.join(map(str, absent))} to start the same pipeline: every "
+                "rank of the group must build its schedule and call step() or eval()"
             )
         time.sleep(pause)
         pause = min(pause * 1.5, _LONGEST_POLL_SECONDS)
+
+
+def _read_cards(world: World, card: Card, deadline: float) -> tuple[str, list[Card]]:
+    """Shows this rank's card; returns the prefix of the meeting at which all ranks came together, and their cards.
+
+    Ranks count their meetings. One may have given a meeting up to which another comes late, if at all: its deadline
+    passed, and the next schedule is built. So a rank marks each meeting that it begins, takes its card back from one
+    that it gives up, and follows whoever has begun a later one.
+    """
+    while True:
+        number = world.next_meeting()
+        prefix = world.key(number)
+        mine = f"{prefix}/card/{world.rank}"
+        if world.rank == 0:
+            world.store.set(f"{prefix}/secret", secrets.token_hex(32))
+        world.store.set(f"{prefix}/begun", "1")
+        world.store.set(mine, json.dumps(card))
+        keys = {rank: f"{prefix}/card/{rank}" for rank in range(world.size)}
+        try:
+            texts = read_all(world, prefix, keys, deadline, given_up=world.key(number + 1, "begun"))
+            return prefix, [json.loads(texts[rank]) for rank in range(world.size)]
+        except BaseException as error:
+            with contextlib.suppress(Exception):
+                world.store.set(mine, "")
+            if not isinstance(error, _GivenUp):
+                raise
 
 
 def _listening_address() -> str:
@@ -142,15 +188,11 @@ def meet(
     """
     deadline = time.monotonic() + timeout
     card = {**card, "host": host_identity()}
-    prefix = world.next_meeting()
-    cards: list[Card] = [card]
     secret = b""
     if world.size > 1:
-        if world.rank == 0:
-            world.store.set(f"{prefix}/secret", secrets.token_hex(32))
-        world.store.set(f"{prefix}/card/{world.rank}", json.dumps(card))
-        texts = read_all(world, prefix, {r: f"{prefix}/card/{r}" for r in range(world.size)}, deadline)
-        cards = [json.loads(texts[rank]) for rank in range(world.size)]
+        prefix, cards = _read_cards(world, card, deadline)
+    else:
+        prefix, cards = world.key(world.next_meeting()), [card]
     compare(cards)
     hub = _core.Hub(world.rank)
     try:
@@ -164,7 +206,7 @@ def meet(
         hub.close()
         if world.store is not None and not isinstance(error, PipelineTimeout):
             with contextlib.suppress(Exception):
-                world.store.set(f"{prefix}/refused", json.dumps({"rank": world.rank, "reason": str(error)}))
+                _write_refusal(world, prefix, str(error))
         raise
 
 

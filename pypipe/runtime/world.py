@@ -40,10 +40,14 @@ class World:
         """How often this set of ranks has met, less one."""
         return _meetings.get(self.name, -1)
 
-    def next_meeting(self) -> str:
-        """A name for this set of ranks' next meeting. Every rank calls it in the same order, so they agree."""
-        count = _meetings[self.name] = _meetings.get(self.name, -1) + 1
-        return f"pypipe/{self.name}/{count}"
+    def next_meeting(self, at_least: int = 0) -> int:
+        """The number of this set of ranks' next meeting. Every rank calls it in the same order, so they agree."""
+        count = _meetings[self.name] = max(_meetings.get(self.name, -1) + 1, at_least)
+        return count
+
+    def key(self, *parts: str | int) -> str:
+        """A key in the store that is this set of ranks' own."""
+        return "/".join(map(str, ("pypipe", self.name, *parts)))
 
 
 def find_world(group: Any = None) -> World:

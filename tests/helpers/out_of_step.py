@@ -1,0 +1,69 @@
+"""Ranks that do not build and start the same pipelines, and what becomes of those that they build later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transparency
+from torch import nn
+
+import pypipe
+
+
+def _schedule(rank: int, size: int, group: Any, timeout: float, n_microbatches: int = 2) -> Any:
+    stage = pypipe.PipelineStage(nn.Linear(3, 3), rank, size, torch.device("cpu"), group=group)
+    return pypipe.Schedule1F1B(stage, n_microbatches, loss_fn=nn.functional.mse_loss, timeout=timeout)
+
+
+def _start(rank: int, size: int, group: Any, timeout: float, n_microbatches: int = 2) -> str:
+    x = torch.ones(4, 3)
+    try:
+        schedule = _schedule(rank, size, group, timeout, n_microbatches)
+        schedule.step(x, target=x)
+        schedule.close()
+    except pypipe.PipelineError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _train(rank: int, size: int, group: Any) -> list[str]:
+    return transparency.compare(rank, size, group, "Schedule1F1B", "mlp", 2, 5, True)
+
+
+def one_never_starts(rank: int, size: int, group: Any, absent: int) -> tuple[str, list[str]]:
+    """One rank builds a schedule and never calls step(); the others wait, and give up."""
+    if rank == absent:
+        _schedule(rank, size, group, 30)
+        said = ""
+    else:
+        said = _start(rank, size, group, 0.3)
+    dist.barrier(group)
+    return said, _train(rank, size, group)
+
+
+def deadlines_differ(rank: int, size: int, group: Any) -> tuple[list[str], list[str]]:
+    """Rank 0 gives up twice; rank 1 waits on, at the meeting that rank 0 left; the last rank comes late."""
+    said = []
+    if rank == 0:
+        said = [_start(rank, size, group, 0.3), _start(rank, size, group, 0.3)]
+        dist.send(torch.zeros(1), size - 1, group)
+    elif rank == size - 1:
+        dist.recv(torch.zeros(1), 0, group)
+    return said, _train(rank, size, group)
+
+
+def one_cannot_build(rank: int, size: int, group: Any) -> tuple[str, str, list[str]]:
+    """Rank 0 cannot build its schedule, and the others do not start theirs: they hear of it at their next start.
+
+    Rank 0 then waits alone, until it gives up.
+    """
+    first = ""
+    if rank == 0:
+        first = _start(rank, size, group, 30, n_microbatches=0)
+    else:
+        _schedule(rank, size, group, 30)
+    second = _start(rank, size, group, 0.3)
+    dist.barrier(group)
+    return first, second, _train(rank, size, group)
