@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import out_of_step
 import pytest
 from rank_pool import RankPool
@@ -15,7 +17,8 @@ def test_a_rank_that_never_starts_is_named_and_missed_once(ranks: RankPool, abse
             assert not said
         else:
             assert said.startswith("PipelineTimeout"), said
-            assert f"waited for rank {absent} to start the same pipeline" in said, said
+            # A rank that is only slow may be named too.
+            assert re.search(rf"waited for rank (\d, )*{absent}(, \d)* to start the same pipeline", said), said
 
 
 def test_whoever_waits_longer_follows_those_that_gave_up(ranks: RankPool) -> None:
