@@ -68,6 +68,8 @@ def drop_saved(node: Any) -> None:
     registered for what was saved, and pack it into nothing.
     """
     for saved in _saved_by(node):
+        if _sees_packing and saved.data is None:  # cheaper than the error
+            continue
         try:
             saved.register_hooks(_forget, _forgotten)
         except RuntimeError:  # there was nothing, or somebody else's hooks hold it

@@ -14,7 +14,7 @@ saved stays till W. Here a node is called inside a run whose only purpose is to 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,15 +25,16 @@ from torch.autograd.graph import GradientEdge
 
 from pypipe.runtime.backward import as_recorded, gradient_edge, run_backward
 from pypipe.runtime.saved import drop_saved, drop_weights
-from pypipe.runtime.split_plan import Node, SplitPlan, WeightEdge, plan_split
+from pypipe.runtime.split_graph import Node, walk
+from pypipe.runtime.split_plan import SplitPlan, SplitPlans
 
 __all__ = ["SplitBackward", "WeightWork"]
 
 # W hands this many bytes of weight gradients to autograd at once: few runs, and little memory on top of `.grad`.
 _BATCH_BYTES = 32 << 20
 
-_Arrival = tuple[Node, tuple[Tensor | None, ...]]
-_Call = tuple[Node, tuple[Tensor | None, ...], list[WeightEdge]]
+_Gradients = tuple[Tensor | None, ...]
+_Call = tuple[Node, _Gradients, list[tuple[int, GradientEdge]]]  # which of its results go where
 
 
 @dataclass(slots=True)
@@ -88,6 +89,7 @@ class SplitBackward:
     def __init__(self, where: str) -> None:
         self._where = where
         self._caller = _WeightCaller()
+        self._plans = SplitPlans()
         self._warned = False
         self._unsplittable: str | None = None
         self._trusted: set[type] = set()  # Functions that have run in I
@@ -103,28 +105,28 @@ class SplitBackward:
         """
         edges = [gradient_edge(root) if isinstance(root, Tensor) else root for root in roots]
         inputs = list(inputs)
-        plan = plan_split([edge.node for edge in edges], inputs)
+        graph = walk([edge.node for edge in edges], inputs)
+        nodes, plan = graph.nodes, self._plans.of(graph)
         if self._unsplittable is not None:
-            plan.whole, plan.reasons = True, [self._unsplittable]
-        if plan.reasons:
+            self._warn([self._unsplittable], "all weights")
+        elif plan.reasons:
             self._warn(plan.reasons, "all weights" if plan.whole else f"{len(plan.early)} of its weights")
-        if plan.whole:
+        if plan.whole or self._unsplittable is not None:
             run_backward(roots, gradients)
             return None
-        groups = {group: _Group(plan.group_bytes[group]) for group in plan.group_bytes}
+        groups = {group: _Group(nbytes) for group, nbytes in plan.group_bytes.items()}
         now: list[tuple[GradientEdge, Tensor]] = []
-        for edge, gradient in zip(edges, gradients, strict=True):
-            group = plan.late.get(edge.node)
+        for edge, gradient, group in zip(edges, gradients, plan.root_groups, strict=True):
             if group is None:
                 now.append((edge, gradient))
             else:
                 groups[group].roots.append(edge)
                 groups[group].gradients.append(gradient)
         if now:
-            before = _Accumulated([*inputs, *plan.early])
+            before = _Accumulated([*inputs, *(nodes[leaf].variable for leaf in plan.early)])
             trusted = plan.functions <= self._trusted
             try:
-                captured = self._run_chain(plan, now, drop_at_once=trusted)
+                captured = self._run_chain(nodes, plan, now, drop_at_once=trusted)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
@@ -138,42 +140,50 @@ class SplitBackward:
                 return None
             self._trusted |= plan.functions
             before.separate(gradient for _, arrived in captured for gradient in arrived)
-            for node, arrived in captured:
-                group, found = plan.weight_edges[node]
-                groups[group].calls.append((node, arrived, found))
-                if node in plan.made_weights:
-                    drop_weights(node, plan.made_weights[node], {position for position, _, _ in found})
+            for number, arrived in captured:
+                each = plan.weight_nodes[number]
+                node = nodes[each.node]
+                found = [(position, GradientEdge(nodes[child], output)) for position, child, output in each.edges]
+                groups[each.group].calls.append((node, arrived, found))
+                if each.made:
+                    drop_weights(node, each.operation, {position for position, _ in found})
         return WeightWork([group for group in groups.values() if group.calls or group.roots], self._caller)
 
     def _run_chain(
-        self, plan: SplitPlan, roots: list[tuple[GradientEdge, Tensor]], *, drop_at_once: bool
-    ) -> list[_Arrival]:
-        """Runs the chain; returns the gradients that arrived at nodes with weights, in the order of execution."""
-        captured: list[_Arrival] = []
+        self, nodes: list[Node], plan: SplitPlan, roots: list[tuple[GradientEdge, Tensor]], *, drop_at_once: bool
+    ) -> list[tuple[int, _Gradients]]:
+        """Runs the chain; returns the gradients that arrived at nodes with weights, in the order of execution.
+
+        A node with weights is given by its number among the plan's.
+        """
+        captured: list[tuple[int, _Gradients]] = []
         made: set[int] = set()
+
+        def capture(number: int, gradients: _Gradients) -> None:
+            if plan.packed:
+                made.add(torch._C._autograd._get_sequence_nr())  # how many nodes this thread has made
+            if any(gradient is not None for gradient in gradients):
+                captured.append((number, gradients))
+
         spent = dict.fromkeys(plan.spent)
 
-        def capture(node: Node, gradients: tuple[Tensor | None, ...]) -> None:
-            made.add(torch._C._autograd._get_sequence_nr())  # how many nodes this thread has made
-            if any(gradient is not None for gradient in gradients):
-                captured.append((node, gradients))
+        def drop(number: int, *_: Any) -> None:
+            if number in spent:
+                del spent[number]
+                drop_saved(nodes[number])
 
-        def drop(node: Node, *_: Any) -> None:
-            if node in spent:
-                del spent[node]
-                drop_saved(node)
-
-        handles = [node.register_prehook(partial(capture, node)) for node in plan.weight_edges]
+        handles = [nodes[each.node].register_prehook(partial(capture, i)) for i, each in enumerate(plan.weight_nodes)]
         if drop_at_once:
-            handles += [node.register_hook(partial(drop, node)) for node in spent]
+            handles += [nodes[number].register_hook(partial(drop, number)) for number in plan.spent]
         try:
-            run_backward(*zip(*roots, strict=True), ends=plan.ends, keep_graph=True)
+            ends = [GradientEdge(nodes[number], 0) for number in plan.ends]
+            run_backward(*zip(*roots, strict=True), ends=ends, keep_graph=True)
         finally:
             for handle in handles:
                 handle.remove()
-        for node in list(spent):
-            drop(node)
-        if plan.packed and len(made) > 1:  # something was recomputed, and W will recompute it again
+        for number in list(spent):
+            drop(number)
+        if len(made) > 1:  # something was recomputed, and W will recompute it again
             self._unsplittable = "it computes its forward again in backward"
         return captured
 
@@ -222,54 +232,43 @@ class _WeightCaller:
     """Calls nodes for the gradients of their weight edges alone.
 
     A node asks the engine's current run which of its edges are wanted. So this is a run that ends at the weight edges,
-    and in which nothing executes but one function, which calls the nodes.
+    and in which nothing executes but a hook, which calls the nodes.
     """
 
     def __init__(self) -> None:
-        self._pending: list[Callable[[], None]] = []
-        self._anchor = torch.zeros((), requires_grad=True)
-        self._zero = torch.zeros(())
+        self._pending: list[tuple[list[_Call], list[GradientEdge], list[Tensor]]] = []
+        self._zero = (torch.zeros(()),)
         with torch.enable_grad():
-            self._root = _Inside.apply(self._anchor, self._pending)  # type: ignore[no-untyped-call]
+            node = torch.zeros((), requires_grad=True).view(()).grad_fn
+        assert node is not None
+        node.register_prehook(partial(_call, self._pending))
+        self._root = (GradientEdge(node, 0),)
 
     def run(self, calls: list[_Call], roots: list[GradientEdge], gradients: list[Tensor]) -> None:
         """Appends the weight edges and their gradients to `roots` and `gradients`."""
         device = next(gradient.device.type for _, arrived, _ in calls for gradient in arrived if gradient is not None)
-        ends = [self._anchor, *(GradientEdge(child, output) for _, _, found in calls for _, child, output in found)]
-        self._pending[:] = [partial(_call, calls, roots, gradients)]
+        ends = [*self._root, *(edge for _, _, found in calls for _, edge in found)]
+        self._pending[:] = [(calls, roots, gradients)]
         with as_recorded(device):
-            run_backward((self._root,), (self._zero,), ends=ends, keep_graph=True)
+            run_backward(self._root, self._zero, ends=ends, keep_graph=True)
 
 
-def _call(calls: list[_Call], roots: list[GradientEdge], gradients: list[Tensor]) -> None:
+def _call(pending: list[tuple[list[_Call], list[GradientEdge], list[Tensor]]], _: Any) -> None:
+    calls, roots, gradients = pending.pop()
     calls.reverse()
     while calls:
         node, arrived, found = calls.pop()
         results = node(*arrived)
         if not isinstance(results, tuple):
             results = (results,)
-        for position, child, output in found:
+        for position, edge in found:
             gradient = results[position]
             if gradient is None:
                 continue
-            shape = child._input_metadata[output].shape
+            shape = edge.node._input_metadata[edge.output_nr].shape
             if gradient.shape != shape:  # the engine would do so as well, but after all of them are there
                 gradient = gradient.sum_to_size(shape)
-            roots.append(GradientEdge(child, output))
+            roots.append(edge)
             gradients.append(gradient)
-        del results, arrived, gradient
+        del results, arrived, gradient, found
         drop_saved(node)
-
-
-class _Inside(torch.autograd.Function):
-    """Calls what is pending in its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, pending: list[Callable[[], None]]) -> Tensor:
-        ctx.pending = pending
-        return anchor.view_as(anchor)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> tuple[None, None]:
-        ctx.pending.pop()()
-        return None, None

@@ -13,20 +13,17 @@ share a node with these, are *early*: their gradients are computed and accumulat
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge
 
 from pypipe.runtime.saved import Packed, packed, saves
+from pypipe.runtime.split_graph import AccumulateGrad, Edge, Graph, Node, Structure
 
-__all__ = ["Node", "SplitPlan", "WeightEdge", "plan_split"]
+__all__ = ["Node", "SplitPlan", "SplitPlans", "WeightEdge", "WeightNode"]
 
-Node = Any
-WeightEdge = tuple[int, Node, int]  # position among a node's edges, the node behind it, which output of that
+WeightEdge = tuple[int, int, int]  # position among a node's edges, the node behind it, which output of that
 
 # Nodes of torch's own operations; their names end in a number.
 _OPERATION = re.compile(r"(\w+)Backward\d+")
@@ -54,106 +51,158 @@ _WHOLE = {
 
 
 @dataclass(slots=True)
-class SplitPlan:
-    """The two halves.
+class WeightNode:
+    """A node of the chain that has work in W.
 
     Attributes:
+        node: its number.
+        group: the group of what is behind its weight edges.
+        edges: its weight edges.
+        made: whether a weight behind it was computed.
+        operation: which of torch's operations it is, or None.
+    """
+
+    node: int
+    group: int
+    edges: list[WeightEdge]
+    made: bool
+    operation: str | None
+
+
+@dataclass(slots=True)
+class SplitPlan:
+    """The two halves of every graph of one structure. It names nodes by number and holds none.
+
+    Attributes:
+        packings, kept_shapes: what else of a graph the plan depends on: for some nodes, what hooks did to what they
+            saved; for others, whether they keep a shape.
         reasons: why some weights are early; empty where none is.
         whole: whether nothing can be left to W, so that a full backward it must be.
-        ends: edges at which I's run ends: the inputs, the early weights, and the chain's last nodes.
+        ends: nodes at which I's run ends: the inputs, the early weights, and the chain's last nodes.
         early: the leaves whose gradients are accumulated in I.
-        weight_edges: for each chain node that has work in W, its weight edges, and the group of what is behind them.
-            Groups share no node and no leaf.
-        made_weights: for nodes of `weight_edges` behind which a weight was computed, which operation they are.
+        weight_nodes: the chain's nodes that have work in W.
         spent: nodes that may have saved something, and have nothing left to do after I.
-        late: the groups of nodes of W.
-        group_bytes: for each group of W, the bytes of its weights.
+        root_groups: for each root, its group if it is W's, else None.
+        group_bytes: for each group of W, the bytes of its weights. Groups share no node and no leaf.
         functions: the kinds of the chain's nodes that are not torch's own operations.
         packed: whether W may meet saved tensors that hooks packed.
     """
 
+    packings: list[tuple[int, Packed]]
+    kept_shapes: list[tuple[int, bool]]
     reasons: list[str]
     whole: bool
-    ends: list[GradientEdge]
-    early: list[Tensor]
-    weight_edges: dict[Node, tuple[Node, list[WeightEdge]]]
-    made_weights: dict[Node, str | None]
-    spent: list[Node]
-    late: dict[Node, Node]
-    group_bytes: dict[Node, int]
+    ends: list[int]
+    early: list[int]
+    weight_nodes: list[WeightNode]
+    spent: list[int]
+    root_groups: list[int | None]
+    group_bytes: dict[int, int]
     functions: set[type]
     packed: bool
 
+    def fits(self, nodes: list[Node]) -> bool:
+        """Whether it holds for a graph of the same structure."""
+        for node, packing in self.packings:
+            if packed(nodes[node]) is not packing:
+                return False
+        return all(_keeps_shape(nodes[node]) is kept for node, kept in self.kept_shapes)
 
-def plan_split(roots: Iterable[Node], inputs: Iterable[Tensor]) -> SplitPlan:
-    """Divides the graph below `roots` (nodes). `inputs` are the stage's inputs, leaves of the graph."""
-    edges = _children_first(roots)
-    kinds = {node: _kinds.get(type(node)) or _kind(type(node)) for node in edges}
-    leaves = {node: node.variable for node, kind in kinds.items() if kind.leaf}
-    wanted = {id(tensor) for tensor in inputs}
-    targets = [node for node, leaf in leaves.items() if id(leaf) in wanted]
-    chain = _leading_to(targets, edges) if targets else _depending_on_data(edges, kinds)
 
-    groups: dict[Node, Node] = {}  # of nodes outside the chain: a tree to each group's root (union-find)
-    found: dict[Node, list[WeightEdge]] = {}
-    reasons: dict[Node, str] = {}
-    hooked = []
-    for node, next_edges in edges.items():
+class SplitPlans:
+    """The plans of a stage: microbatch after microbatch makes graphs of one structure, or of few."""
+
+    _most = 64
+
+    def __init__(self) -> None:
+        self._plans: dict[tuple[Any, ...], list[SplitPlan]] = {}
+        self._count = 0
+
+    def of(self, graph: Graph) -> SplitPlan:
+        """How to divide the graph."""
+        known = self._plans.get(graph.key, ())
+        for plan in known:
+            if plan.fits(graph.nodes):
+                return plan
+        if self._count >= self._most:
+            self._plans.clear()
+            self._count = 0
+        made = _plan(graph)
+        self._plans.setdefault(graph.key, []).append(made)
+        self._count += 1
+        return made
+
+
+def _plan(graph: Graph) -> SplitPlan:
+    nodes, structure = graph.nodes, Structure.of(graph.key)
+    edges = structure.edges
+    kinds = [_kinds.get(kind) or _kind(kind) for kind in structure.kinds]
+    order = structure.children_first()
+    kept_shapes: dict[int, bool] = {}
+    if structure.inputs:
+        chain = _leading_to(structure.inputs, order, edges)
+    else:
+        chain = _depending_on_data(order, edges, kinds, nodes, kept_shapes)
+
+    groups: dict[int, int] = {}  # of nodes outside the chain: a tree to each group's root (union-find)
+    found: dict[int, list[WeightEdge]] = {}
+    reasons: dict[int, str] = {}
+    packings: dict[int, Packed] = {}
+    for node in order:
         kind = kinds[node]
         if kind.leaf:
             if node not in chain:
                 groups[node] = node
         elif node not in chain:
-            known = [child for child, _ in next_edges if child in groups]
+            known = [child for child, _ in edges[node] if child in groups]
             if known:  # what leads to no leaf is in no group
                 groups[node] = _merged(groups, known)
         else:
             if kind.whole is not None:
                 reasons[node] = kind.whole
-            behind = [(i, child, output) for i, (child, output) in enumerate(next_edges) if child in groups]
+            behind = [(i, child, output) for i, (child, output) in enumerate(edges[node]) if child in groups]
             if behind:
                 found[node] = behind
                 _merged(groups, [child for _, child, _ in behind])
-                packing = packed(node)
-                if packing is not Packed.NO:
-                    hooked.append(node)
+                packings[node] = packing = packed(nodes[node])
                 reason = kind.joint if packing is not Packed.BY_CHECKPOINT else "a checkpoint recomputes once only"
                 if reason is not None:
                     reasons.setdefault(node, reason)
 
     early = {_group(groups, found[node][0][1]) for node in reasons if node in found}
-    weight_edges = {}
-    made_weights = {}
+    weight_nodes = []
     for node, behind in found.items():
         group = _group(groups, behind[0][1])
         if group not in early:
-            weight_edges[node] = (group, behind)
-            if not all(_is_leaf(child, kinds, edges) for _, child, _ in behind):
-                made_weights[node] = kinds[node].operation
-    late: dict[Node, Node] = {}
-    sizes: dict[Node, int] = {}
+            made = not all(_is_leaf(child, kinds, edges) for _, child, _ in behind)
+            weight_nodes.append(WeightNode(node, group, behind, made, kinds[node].operation))
+    late: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     early_leaves = []
     for node in groups:
         group = _group(groups, node)
         if group not in early:
             late[node] = group
             if kinds[node].leaf:
-                sizes[group] = sizes.get(group, 0) + leaves[node].numel() * leaves[node].element_size()
+                leaf = nodes[node].variable
+                sizes[group] = sizes.get(group, 0) + leaf.numel() * leaf.element_size()
         elif kinds[node].leaf:
             early_leaves.append(node)
-    last = [node for node in weight_edges if not any(child in chain for child, _ in edges[node])]
+    called = {each.node for each in weight_nodes}
+    last = [each.node for each in weight_nodes if not any(child in chain for child, _ in edges[each.node])]
     return SplitPlan(
+        packings=list(packings.items()),
+        kept_shapes=list(kept_shapes.items()),
         reasons=list(dict.fromkeys(reasons.values())),
         whole=not sizes or any(kinds[node].whole is not None for node in reasons),
-        ends=[GradientEdge(node, 0) for node in (*targets, *early_leaves, *last)],
-        early=[leaves[node] for node in early_leaves],
-        weight_edges=weight_edges,
-        made_weights=made_weights,
-        spent=[node for node, kind in kinds.items() if kind.saves and node not in weight_edges and node not in late],
-        late=late,
+        ends=[*structure.inputs, *early_leaves, *last],
+        early=early_leaves,
+        weight_nodes=weight_nodes,
+        spent=[node for node in order if kinds[node].saves and node not in called and node not in late],
+        root_groups=[late.get(root) for root in structure.roots],
         group_bytes=sizes,
-        functions={type(node) for node, kind in kinds.items() if kind.function and node in chain},
-        packed=any(node in weight_edges for node in hooked),
+        functions={structure.kinds[node] for node in chain if kinds[node].function},
+        packed=any(packings[node] is not Packed.NO for node in called),
     )
 
 
@@ -190,7 +239,7 @@ def _kind(kind: type) -> _Kind:
     if operation is None or operation in _JOINT:
         joint = f"{operation or kind.__name__.removesuffix('Backward')} computes all its gradients at once"
     made = _kinds[kind] = _Kind(
-        leaf=kind.__name__ == "AccumulateGrad",
+        leaf=kind is AccumulateGrad,
         operation=operation,
         joint=joint,
         whole=_WHOLE.get(kind.__name__),
@@ -199,75 +248,61 @@ def _kind(kind: type) -> _Kind:
     return made
 
 
-def _is_leaf(node: Node, kinds: dict[Node, _Kind], edges: dict[Node, Any]) -> bool:
+def _is_leaf(node: int, kinds: list[_Kind], edges: list[list[Edge]]) -> bool:
     """Whether what comes from a node has the memory of a leaf."""
     while kinds[node].operation in _VIEWS:
         node = edges[node][0][0]
     return kinds[node].leaf
 
 
-def _group(groups: dict[Node, Node], node: Node) -> Node:
-    while (parent := groups[node]) is not node:
+def _group(groups: dict[int, int], node: int) -> int:
+    while (parent := groups[node]) != node:
         groups[node] = node = groups[parent]
     return node
 
 
-def _merged(groups: dict[Node, Node], nodes: list[Node]) -> Node:
+def _merged(groups: dict[int, int], nodes: list[int]) -> int:
     first = _group(groups, nodes[0])
     for node in nodes[1:]:
         groups[_group(groups, node)] = first
     return first
 
 
-def _children_first(roots: Iterable[Node]) -> dict[Node, Any]:
-    """All nodes below `roots` and their edges, each node after those that its edges lead to."""
-    edges: dict[Node, Any] = {}
-    ordered: dict[Node, Any] = {}
-    stack = list(roots)
-    while stack:
-        node = stack[-1]
-        if node in ordered:
-            stack.pop()
-        elif node in edges:
-            ordered[node] = edges[node]
-            stack.pop()
-        else:
-            edges[node] = node.next_functions
-            stack += [child for child, _ in edges[node] if child is not None and child not in edges]
-    return ordered
-
-
-def _leading_to(targets: list[Node], edges: dict[Node, Any]) -> set[Node]:
+def _leading_to(targets: list[int], order: list[int], edges: list[list[Edge]]) -> set[int]:
     chain = set(targets)
-    for node, next_edges in edges.items():
-        for child, _ in next_edges:
-            if child in chain:
-                chain.add(node)
-                break
-    return chain
-
-
-def _depending_on_data(edges: dict[Node, Any], kinds: dict[Node, _Kind]) -> set[Node]:
-    """Nodes that are no function of leaves alone, as far as a graph tells: data that needs no gradient has no node.
-
-    A wrong guess moves work from one half to the other, and harms no gradient.
-    """
-    chain: set[Node] = set()
-    for node, next_edges in edges.items():
-        if kinds[node].leaf:
-            continue
-        operation = kinds[node].operation
-        children = [child for child, _ in next_edges]
-        if (
-            operation in _LOOKUPS
-            or any(child in chain for child in children)
-            or (None in children and not (operation in _ELEMENTWISE and _keeps_shape(node, next_edges)))
-        ):
+    for node in order:
+        if any(child in chain for child, _ in edges[node]):
             chain.add(node)
     return chain
 
 
-def _keeps_shape(node: Node, next_edges: Any) -> bool:
+def _depending_on_data(
+    order: list[int], edges: list[list[Edge]], kinds: list[_Kind], nodes: list[Node], kept_shapes: dict[int, bool]
+) -> set[int]:
+    """Nodes that are no function of leaves alone, as far as a graph tells: data that needs no gradient has no node.
+
+    A wrong guess moves work from one half to the other, and harms no gradient. `kept_shapes` notes which shapes were
+    looked at.
+    """
+    chain: set[int] = set()
+    for node in order:
+        if kinds[node].leaf:
+            continue
+        operation = kinds[node].operation
+        children = [child for child, _ in edges[node]]
+        data = operation in _LOOKUPS or any(child in chain for child in children)
+        if not data and -1 in children:
+            if operation in _ELEMENTWISE:
+                kept_shapes[node] = _keeps_shape(nodes[node])
+            data = not kept_shapes.get(node, False)
+        if data:
+            chain.add(node)
+    return chain
+
+
+def _keeps_shape(node: Node) -> bool:
     """Whether an elementwise operation only changes a weight's values: it computes with a constant."""
     shape = node._input_metadata[0].shape
-    return any(child is not None and child._input_metadata[output].shape == shape for child, output in next_edges)
+    return any(
+        child is not None and child._input_metadata[output].shape == shape for child, output in node.next_functions
+    )
