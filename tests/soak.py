@@ -20,13 +20,17 @@ sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parents[1]]
 
 import campaign  # noqa: E402
+from campaign_cases import WIDTH, Case, draw  # noqa: E402
+from campaign_faults import PATIENCE, linked  # noqa: E402
+from campaign_judge import judge  # noqa: E402
 from rank_pool import RankPool  # noqa: E402
 
 SIZE = 4
 CHUNK = 25
+_MIB_OF_CHANCE = 4  # an allocator that keeps a little more now and then; 1 KiB a schedule would be more in 20 minutes
 
 
-def soak(rank: int, size: int, group: Any, cases: list[campaign.Case]) -> tuple[list[campaign.Seen], dict[str, float]]:
+def soak(rank: int, size: int, group: Any, cases: list[Case]) -> tuple[list[campaign.Seen], dict[str, float]]:
     """Some steps with batches of any length before each case's fault; then what this process holds."""
     import gc
 
@@ -36,10 +40,10 @@ def soak(rank: int, size: int, group: Any, cases: list[campaign.Case]) -> tuple[
     for case in cases:
         lengths = random.Random(case.seed)
         trial = campaign.Trial(case, rank, group)
-        with campaign.linked(case.link), trial.schedule(campaign.PATIENCE, None) as schedule:
+        with linked(case.link), trial.schedule(PATIENCE, None) as schedule:
             for _ in range(8):
                 rows = lengths.randint(case.n_microbatches, 4 * case.n_microbatches)
-                x = torch.randn(rows, campaign.WIDTH, dtype=torch.float64)
+                x = torch.randn(rows, WIDTH, dtype=torch.float64)
                 schedule.step(x, target=x)
                 schedule.eval(x)
         seen += campaign.run_cases(rank, size, group, [case])
@@ -61,19 +65,18 @@ def main() -> int:
     parser.add_argument("--link", choices=["shm", "c10d"], default="shm")
     options = parser.parse_args()
     pool = RankPool(SIZE)
-    faults = tuple(fault for fault in campaign.FAULTS if fault != "late")
     start, seed, found, first = time.monotonic(), options.seed, [], None
     history: list[list[dict[str, float]]] = []
     while time.monotonic() - start < 60 * options.minutes:
         cases = []
         while len(cases) < CHUNK:
-            case = campaign.draw(seed, options.link, faults)
+            case = draw(seed, options.link, without=("late", "stop", "kill"))
             seed += 1
             if case.n_ranks == SIZE:
                 cases.append(case)
         results = pool.run(SIZE, soak, cases, timeout=600.0)
         for case, *seen in zip(cases, *(seen for seen, _ in results), strict=True):
-            found += campaign.judge(case, seen)
+            found += judge(case, seen)
         history.append([held for _, held in results])
         minutes = (time.monotonic() - start) / 60
         worst = {name: max(held[name] for held in history[-1]) for name in history[-1][0]}
@@ -82,15 +85,22 @@ def main() -> int:
         if first is None and minutes > options.minutes / 10:
             first = history[-1]
     pool.close()
-    print("\n\n".join(found))
-    growth = [
+    print("\n\n".join(found), end="\n" * bool(found))
+    first = first or history[0]
+    grew = [
         f"rank {rank}: {name} {before[name]:.0f} -> {after[name]:.0f}"
-        for rank, (before, after) in enumerate(zip(first or history[0], history[-1], strict=True))
+        for rank, (before, after) in enumerate(zip(first, history[-1], strict=True))
         for name in before
-        if after[name] > before[name] + (0.03 * before[name] + 4 if name == "MiB" else 0)
+        if after[name] > before[name] + (_MIB_OF_CHANCE if name == "MiB" else 0)
     ]
-    print("\n".join(growth) or "memory, descriptors and threads are flat")
-    return int(bool(found or growth))
+    ends = ", ".join(
+        f"{max(held[name] for held in first):.0f} -> {max(held[name] for held in history[-1]):.0f} {name}"
+        for name in first[0]
+    )
+    faults = len(history) * CHUNK
+    print(f"{faults} faults over {options.link}, {faults - len(found)} recovered from; at most {ends} a rank", end="; ")
+    print("GREW: " + "; ".join(grew) if grew else "flat")
+    return int(bool(found or grew))
 
 
 if __name__ == "__main__":

@@ -84,10 +84,10 @@ class _Waiter:
         self._jobs.put((work, completion))
         return completion
 
-    def close(self) -> None:
-        """Ends the thread, unless its Work does not."""
+    def close(self, *, join: bool) -> None:
+        """Lets the thread end with its last Work; with `join`, waits for that, for a moment."""
         self._jobs.put(None)
-        if self._thread is not None:
+        if self._thread is not None and join:
             self._thread.join(_CLOSING_SECONDS)
 
     def _run(self) -> None:
@@ -188,7 +188,7 @@ class C10dSendPort:
         with contextlib.suppress(Exception):
             while self._pending and self._route.hub.cause() is None:
                 self._pending.popleft().completion.wait(self._route, "sending to")
-        self._waiter.close()
+        self._waiter.close(join=self._route.hub.cause() is None)
         self._pending.clear()
 
     @property
@@ -293,7 +293,21 @@ class C10dReceivePort:
 
     def close(self) -> None:
         """Ends the port's thread."""
-        self._waiter.close()
+        failed = self._route.hub.cause() is not None
+        if failed:
+            self._drain()
+        self._waiter.close(join=not failed)
+
+    def _drain(self) -> None:
+        """Receives what was sent and nobody will use: the sender's Work ends with its receive only, if it lives."""
+        route = self._route
+        at_once = _core.Patience(0.0)
+        with contextlib.suppress(Exception):
+            while True:  # until there is none
+                size = route.hub.take_envelope(route.peer, route.channel, at_once).bytes
+                if size:
+                    buffer = torch.empty(size, dtype=torch.uint8, device=route.device)
+                    self._waiter.submit(dist.irecv(buffer, route.global_peer, route.group, route.tag))
 
     @property
     def counters(self) -> dict[str, int]:

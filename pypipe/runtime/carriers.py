@@ -183,7 +183,7 @@ class _Nccl:
         where = f"{self._prefix}/nccl/{number}"
         rank = ends.index(self._world.rank)
         if rank == 0:
-            self._world.store.set(where, self._nccl.unique_id().hex())
+            self._world.publish(where, self._nccl.unique_id().hex())
         deadline = time.monotonic() + self._patience.timeout
         unique_id = bytes.fromhex(read_all(self._world, self._prefix, {ends[0]: where}, deadline)[ends[0]])
         edge = self._edges[key] = _core.NcclEdge(

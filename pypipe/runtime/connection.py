@@ -98,7 +98,10 @@ class Connection:
                 public = failure.convert(error, self.hub, world.rank, None, timeout, "the start of the pipeline")
             failure.report(self.hub, world.rank, None, public, "the start of the pipeline")
             self.close()
-            raise public from None
+            try:
+                raise public from None
+            finally:
+                del public
 
     def close(self) -> None:
         """Closes the links, says goodbye to the neighbours and closes the sockets. Idempotent; never raises."""

@@ -189,10 +189,15 @@ class Pipeline:
         except BaseException as error:
             if copies is not None:
                 copies.abandon()
-            self._fail(error, running.connection, executor if started else None)
-            if isinstance(error, KeyboardInterrupt) and failure.is_inside_pypipe(error):
-                raise error.with_traceback(None) from None  # one line a rank: where it waited says nothing
-            raise
+            public = self._fail(error, running.connection, executor if started else None)
+            try:
+                if public is not error:
+                    raise public from None
+                if isinstance(error, KeyboardInterrupt) and failure.is_inside_pypipe(error):
+                    raise error.with_traceback(None) from None  # one line a rank: where it waited says nothing
+                raise
+            finally:
+                del public  # else its traceback, which has this frame, keeps slots until the garbage collector comes
         finally:
             self._busy = False
             for stage in running.stages.values():
@@ -241,8 +246,8 @@ class Pipeline:
         if call.losses is not None and self._settings.loss is None:
             raise InputError(f"{where}: losses= needs a schedule with a loss_fn")
 
-    def _fail(self, error: BaseException, connection: Connection, executor: Executor | None) -> None:
-        """Tells every rank, refuses further steps, and raises the public error in place of the core's."""
+    def _fail(self, error: BaseException, connection: Connection, executor: Executor | None) -> BaseException:
+        """Tells every rank, refuses further steps, and returns the public error in place of the core's."""
         settings, rank = self._settings, self._settings.world.rank
         action = executor.action if executor is not None else None
         public: BaseException = error
@@ -268,8 +273,7 @@ class Pipeline:
         stage = action.stage if action is not None else settings.pieces[0][0]
         failure.report(connection.hub, rank, action, public, stage=stage)
         self._failure = failure.text_of(public)
-        if public is not error:
-            raise public.with_traceback(None) from None
+        return public
 
     def _ready(self) -> _Running:
         """The connection and what runs on it, made at the first call."""
@@ -302,7 +306,10 @@ class Pipeline:
         if cause is not None:
             earlier = failure.from_cause(cause, f"{self._settings.where}, between steps")
             self._failure = failure.text_of(earlier)
-            raise earlier
+            try:
+                raise earlier
+            finally:
+                del earlier
 
     def _connect(self) -> _Running:
         settings, program = self._settings, self._settings.program

@@ -61,8 +61,8 @@ def refuse(world: World, reason: str) -> None:
 
 
 def _write_refusal(world: World, prefix: str, reason: str) -> None:
-    world.store.set(f"{prefix}/begun", "1")
-    world.store.set(f"{prefix}/refused", json.dumps({"rank": world.rank, "reason": reason}))
+    world.publish(f"{prefix}/begun", "1")
+    world.publish(f"{prefix}/refused", json.dumps({"rank": world.rank, "reason": reason}))
 
 
 def _check_refused(world: World, prefix: str) -> None:
@@ -122,12 +122,13 @@ def _read_cards(world: World, card: Card, deadline: float) -> tuple[str, list[Ca
         prefix = world.key(number)
         mine = f"{prefix}/card/{world.rank}"
         if world.rank == 0:
-            world.store.set(f"{prefix}/secret", secrets.token_hex(32))
-        world.store.set(f"{prefix}/begun", "1")
-        world.store.set(mine, json.dumps(card))
+            world.publish(f"{prefix}/secret", secrets.token_hex(32))
+        world.publish(f"{prefix}/begun", "1")
+        world.publish(mine, json.dumps(card))
         keys = {rank: f"{prefix}/card/{rank}" for rank in range(world.size)}
         try:
             texts = read_all(world, prefix, keys, deadline, given_up=world.key(number + 1, "begun"))
+            world.withdraw(prefix)
             return prefix, [json.loads(texts[rank]) for rank in range(world.size)]
         except BaseException as error:
             with contextlib.suppress(Exception):
@@ -244,7 +245,7 @@ def _connect(
             if expected:
                 listener = _listen(me, kind)
                 listeners.append((listener, expected))
-                world.store.set(f"{prefix}/{kind}/{me}", json.dumps(listener.address))
+                world.publish(f"{prefix}/{kind}/{me}", json.dumps(listener.address))
         for peer in (peer for peer in peers if peer < me):
             key = f"{prefix}/{'unix' if cards[peer]['host'] == host else 'tcp'}/{peer}"
             where = json.loads(read_all(world, prefix, {peer: key}, deadline)[peer])

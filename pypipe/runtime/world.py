@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import socket
@@ -17,6 +18,7 @@ __all__ = ["World", "find_world", "host_identity"]
 
 _environment_store: Any = None  # one per process: the rendezvous of torchrun's environment happens once
 _meetings: dict[str, int] = {}  # how often each set of ranks has met; all ranks of a set count alike
+_published: dict[str, list[str]] = {}  # what this process has put into the store, by set of ranks
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,23 @@ class World:
     def key(self, *parts: str | int) -> str:
         """A key in the store that is this set of ranks' own."""
         return "/".join(map(str, ("pypipe", self.name, *parts)))
+
+    def publish(self, key: str, value: str) -> None:
+        """Puts something into the store, for as long as the other ranks may want to read it."""
+        self.store.set(key, value)
+        _published.setdefault(self.name, []).append(key)
+
+    def withdraw(self, prefix: str) -> None:
+        """Removes what this process has published for earlier meetings than the one of this name.
+
+        Only once every rank has come to this meeting, so that none still reads of an earlier one.
+        """
+        keys = _published.get(self.name, [])
+        _published[self.name] = [key for key in keys if key.startswith(f"{prefix}/")]
+        for key in keys:
+            if not key.startswith(f"{prefix}/"):
+                with contextlib.suppress(Exception):  # a store that cannot forget keeps them
+                    self.store.delete_key(key)
 
 
 def find_world(group: Any = None) -> World:

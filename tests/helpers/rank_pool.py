@@ -62,10 +62,18 @@ def _serve(rank: int, size: int, folder: str, environment: dict[str, str], pipe:
 
 
 class RankPool:
-    """Up to `size` ranks, with these variables in their environment."""
+    """Up to `size` ranks, with these variables in their environment.
 
-    def __init__(self, size: int, environment: dict[str, str] | None = None) -> None:
+    Args:
+        size: how many.
+        environment: the variables.
+        method: "spawn", or "forkserver" for ranks that shall not live long: forks of a process that has imported torch
+            and runs nothing.
+    """
+
+    def __init__(self, size: int, environment: dict[str, str] | None = None, method: str = "spawn") -> None:
         self._size = size
+        self._method = method
         self._environment = environment or {}
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
@@ -78,7 +86,9 @@ class RankPool:
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="pypipe-test-")
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(self._method)
+        if self._method == "forkserver":
+            context.set_forkserver_preload(["torch.distributed", "pypipe"])
         for rank in range(self._size):
             mine, theirs = context.Pipe()
             process = context.Process(
