@@ -42,7 +42,8 @@ def packed(node: Any) -> Packed:
 
 def _saved_by(node: Any) -> list[Any]:
     found: list[Any] = []
-    for name in _names(type(node)):
+    kind = type(node)
+    for name in _names_by_kind.get(kind) or _names(kind):
         saved = getattr(node, name)
         if isinstance(saved, tuple):
             found += saved

@@ -139,7 +139,7 @@ class SplitBackward:
                 self._warn([self._unsplittable], "all weights")
                 return None
             self._trusted |= plan.functions
-            before.separate(gradient for _, arrived in captured for gradient in arrived)
+            before.separate([gradient for _, arrived in captured for gradient in arrived if gradient is not None])
             for number, arrived in captured:
                 each = plan.weight_nodes[number]
                 node = nodes[each.node]
@@ -211,21 +211,18 @@ class _Accumulated:
             for leaf, grad, version in self._before
         )
 
-    def separate(self, kept: Iterable[Tensor | None]) -> None:
+    def separate(self, kept: list[Tensor]) -> None:
         """Copies each new `.grad` that shares memory with a gradient that is kept: more will be added to it in place.
 
         Autograd may make a gradient, or a view of it, a leaf's first `.grad`.
         """
         fresh = [leaf for leaf, before, _ in self._before if before is None and leaf.grad is not None]
         if fresh:
-            storages = {_storage(gradient) for gradient in kept if gradient is not None} - {None}
+            storages = {gradient.untyped_storage()._cdata for gradient in kept if gradient.layout is torch.strided}
             for leaf in fresh:
-                if leaf.grad is not None and _storage(leaf.grad) in storages:
-                    leaf.grad = leaf.grad.clone()
-
-
-def _storage(tensor: Tensor) -> int | None:
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+                new = leaf.grad
+                if new is not None and new.layout is torch.strided and new.untyped_storage()._cdata in storages:
+                    leaf.grad = new.clone()
 
 
 class _WeightCaller:
@@ -246,8 +243,9 @@ class _WeightCaller:
 
     def run(self, calls: list[_Call], roots: list[GradientEdge], gradients: list[Tensor]) -> None:
         """Appends the weight edges and their gradients to `roots` and `gradients`."""
-        device = next(gradient.device.type for _, arrived, _ in calls for gradient in arrived if gradient is not None)
-        ends = [*self._root, *(edge for _, _, found in calls for _, edge in found)]
+        arrived = calls[0][1]
+        device = next(gradient.device.type for gradient in arrived if gradient is not None)
+        ends = [*self._root, *[edge for _, _, found in calls for _, edge in found]]
         self._pending[:] = [(calls, roots, gradients)]
         with as_recorded(device):
             run_backward(self._root, self._zero, ends=ends, keep_graph=True)
@@ -265,7 +263,7 @@ def _call(pending: list[tuple[list[_Call], list[GradientEdge], list[Tensor]]], _
             gradient = results[position]
             if gradient is None:
                 continue
-            shape = edge.node._input_metadata[edge.output_nr].shape
+            shape = tuple(edge.node._input_metadata[edge.output_nr].shape)  # a list, which no torch.Size equals
             if gradient.shape != shape:  # the engine would do so as well, but after all of them are there
                 gradient = gradient.sum_to_size(shape)
             roots.append(edge)
