@@ -111,11 +111,12 @@ class _Completion:
     def fail(self, error: Exception) -> None:
         """Notes the error."""
         self.error = error
-        if self.route is not None:
-            hub = self.route.hub
+        route = self.route
+        if route is not None:
+            hub = route.hub
             with contextlib.suppress(_core.CoreError):
-                _let_hub_speak(self.route)
-                text = f"sending to rank {self.route.peer} through torch.distributed failed: {error}"
+                _let_hub_speak(route)
+                text = f"sending to rank {route.peer} through torch.distributed failed: {error}"
                 hub.abort(json.dumps({"kind": "link", "rank": hub.rank, "message": text[:10_000]}))
 
     def wait(self, route: Route, what: str) -> None:
@@ -189,6 +190,8 @@ class C10dSendPort:
             while self._pending and self._route.hub.cause() is None:
                 self._pending.popleft().completion.wait(self._route, "sending to")
         self._waiter.close(join=self._route.hub.cause() is None)
+        for pending in self._pending:
+            pending.completion.route = None  # a thread that is left behind keeps nothing of the pipeline's
         self._pending.clear()
 
     @property
