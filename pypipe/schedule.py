@@ -16,6 +16,7 @@ from pypipe.runtime.carriers import single_communicator
 from pypipe.runtime.checks import wanted
 from pypipe.runtime.fitting import Fitted, fit
 from pypipe.runtime.pipeline import Call, Pipeline, Settings
+from pypipe.runtime.presence import declare
 from pypipe.runtime.rendezvous import refuse
 from pypipe.runtime.tracing import Trace
 from pypipe.runtime.world import World, find_world
@@ -51,7 +52,8 @@ class Schedule:
         options: what else the builder takes, by its own names.
 
     Raises:
-        ConfigurationError: an argument that cannot work, on this rank or on another one.
+        ConfigurationError: an argument that cannot work. What the other ranks were given is compared when the first
+            step() or eval() begins.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class Schedule:
             timeout=seconds,
             checks=checks,
         )
+        declare(world)
         self._pipeline = Pipeline(self._settings)
 
     def _kind(self, program: Program | str | os.PathLike[str]) -> str:

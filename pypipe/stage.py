@@ -63,6 +63,9 @@ class PipelineStage:
                 self.device = torch.device(device) if device is not None else _device_of(submodule)
             except (RuntimeError, TypeError) as error:
                 problem = f"{where}, stage {stage_index}: device={device!r} is none ({error}); give torch.device('cpu')"
+            else:
+                if self.device.type == "meta":
+                    problem = f"{where}, stage {stage_index}: a meta device computes nothing; give torch.device('cpu')"
         if problem:
             refuse(world, problem)
             raise ConfigurationError(problem)

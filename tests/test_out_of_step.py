@@ -36,3 +36,32 @@ def test_a_refusal_that_is_heard_late_is_heard_once(ranks: RankPool) -> None:
             assert second.startswith("PipelineTimeout"), second
         else:
             assert "rank 0 could not build its part of the pipeline" in second, second
+
+
+@pytest.mark.parametrize(("dying", "how"), [(1, "killed"), (2, "ends")])
+def test_a_rank_that_ends_before_its_first_step_is_lost_at_once(ranks: RankPool, dying: int, how: str) -> None:
+    for rank, said in enumerate(ranks.run_raw(3, out_of_step.one_dies_first, dying, how, timeout=60.0)):
+        if rank != dying:
+            # Long before the schedules' own timeout. Whoever hears of it from another rank says so.
+            assert isinstance(said, str), said
+            assert said.startswith("PeerLost"), said
+            assert f"waited for rank {dying}" in said, said
+            assert "has ended before it called step() or eval()" in said, said
+
+
+@pytest.mark.parametrize("evaluating", [0, 1, 2])
+@pytest.mark.parametrize("n_microbatches", [1, 4])
+def test_eval_on_one_rank_and_step_on_the_others_is_a_mismatch(
+    ranks: RankPool, evaluating: int, n_microbatches: int
+) -> None:
+    everyone = ranks.run(3, out_of_step.eval_and_step, evaluating, n_microbatches)
+    for rank, (said, trained) in enumerate(everyone):
+        assert not trained, f"rank {rank}: {trained}"
+        assert len(said) == 1, f"rank {rank}: {said}"
+        assert "one rank called step(), the other eval()" in said[0], said
+
+
+def test_a_step_in_a_second_thread_is_refused_and_the_first_goes_on(ranks: RankPool) -> None:
+    for said in ranks.run(2, out_of_step.two_threads):
+        assert len(said) == 1
+        assert "in another thread" in said[0], said

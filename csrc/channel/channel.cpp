@@ -15,9 +15,14 @@ struct LayoutHeader {
   std::uint32_t reserved;
 };
 
+// Messages of an eval() have a small letter for their kind.
+constexpr std::uint32_t small_letter = 0x20;
+
 // In the notation of programs: 2SEND_F0.
 std::string action(std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch) {
-  return std::to_string(stage) + "SEND_" + static_cast<char>(kind) + std::to_string(microbatch);
+  const bool evaluates = (kind & small_letter) != 0;
+  return std::to_string(stage) + "SEND_" + static_cast<char>(kind & ~small_letter) + std::to_string(microbatch) +
+         (evaluates ? " of an eval()" : "");
 }
 
 }  // namespace
@@ -107,9 +112,11 @@ std::uint64_t SendChannel::send(Envelope envelope, std::span<const Part> parts, 
 void check_tag(const Envelope& got, std::uint32_t channel, std::uint32_t stage, std::uint32_t kind,
                std::uint32_t microbatch, int peer) {
   if (got.channel == channel && got.stage == stage && got.kind == kind && got.microbatch == microbatch) return;
+  const bool mixed = ((got.kind ^ kind) & small_letter) != 0;
   throw Error(Fault::mismatch, "rank " + std::to_string(peer) + " sent " + action(got.stage, got.kind, got.microbatch) +
-                                   " where " + action(stage, kind, microbatch) +
-                                   " was expected: the two ranks run different programs");
+                                   " where " + action(stage, kind, microbatch) + " was expected: " +
+                                   (mixed ? "one rank called step(), the other eval(); call the same one on every rank"
+                                          : "the two ranks run different programs"));
 }
 
 ReceiveChannel::ReceiveChannel(Hub& hub, ReceiveLink& link, int peer, std::uint32_t channel, std::uint32_t slots)

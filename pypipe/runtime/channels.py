@@ -30,7 +30,7 @@ class Tag(NamedTuple):
     """What travels with a message, and is checked or used by the receiver."""
 
     stage: int  # the sender's
-    kind: int  # ord("F") or ord("B")
+    kind: int  # ord("F"), in eval() ord("f"), or ord("B")
     microbatch: int
     rows: int  # of this microbatch; 0 where the batch has none
     batch_rows: int
@@ -100,6 +100,10 @@ class ReceivePort(Protocol):
         """Messages, bytes, layouts, allocations, slots, slot_bytes, alive, most_alive so far."""
 
 
+def _kind_in(kind: int, training: bool) -> int:
+    return ord(chr(kind).upper() if training else chr(kind).lower())
+
+
 class _Outgoing(NamedTuple):
     handle: Any
     strides: tuple[tuple[int, ...] | None, ...]
@@ -126,6 +130,10 @@ class SendChannel:
     def counters(self) -> dict[str, int]:
         """What the port has counted."""
         return self._port.counters
+
+    def begin(self, *, training: bool) -> None:
+        """Begins a step. Messages say whether it is one of step() or of eval(): ranks must not mix them."""
+        self._kind = _kind_in(self._kind, training)
 
     def send(self, tree: Any, microbatch: int, rows: int, batch_rows: int, lender: Any = None) -> list[Tensor]:
         """Sends a tree and returns its tensors in the order in which the other end counts them.
@@ -271,6 +279,10 @@ class ReceiveChannel:
         """What the port has counted."""
         return self._port.counters
 
+    def begin(self, *, training: bool) -> None:
+        """Begins a step, whose messages must say of it what this says."""
+        self._kind = _kind_in(self._kind, training)
+
     def post(self, microbatch: int) -> None:
         """RECV: lets one more receive start, into a free slot."""
         self._port.post()
@@ -297,7 +309,7 @@ class ReceiveChannel:
             port.tensor(message, spec, offset) for spec, offset in zip(layout.specs, layout.offsets, strict=True)
         ]
         if self._checksum:
-            action = f"{self._source_stage}SEND_{chr(self._kind)}{microbatch}"
+            action = f"{self._source_stage}SEND_{chr(self._kind).upper()}{microbatch}"
             compare_checksums(tensors[:-1], tensors[-1].tolist(), action)
         leaves: list[Tensor] = []
         if training:

@@ -107,6 +107,9 @@ class StageExecution:
         self._with_loss = with_loss and self._last
         self._loss_kwargs: dict[str, Any] = loss_kwargs or {}
         self.busy_seconds = 0.0
+        for channel in (self._receive_forward, self._send_forward):
+            if isinstance(channel, (ReceiveChannel, SendChannel)):
+                channel.begin(training=training)
         if training and (self._receive_forward is not None or self._loans is not None):
             self._fresh = [p for p in self._module.parameters() if p.requires_grad and p.grad is None]
             self._fresh += batch.leaves

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -103,7 +104,7 @@ class Pipeline:
         self._settings = settings
         self._running: _Running | None = None
         self._failure: str | None = None
-        self._busy = False
+        self._turn = threading.Lock()
         self._closed = False
         self._trace: Trace | None = None
         self._n_traces = 0
@@ -145,11 +146,21 @@ class Pipeline:
 
     def run(self, call: Call) -> Any:
         """Runs one batch; returns the merged outputs where this rank has them."""
+        if not self._turn.acquire(blocking=False):
+            raise PipelineError(
+                f"{self._settings.where}: step() or eval() of this schedule is already running: it cannot be called "
+                "inside it or in another thread meanwhile; build a second schedule for what runs within the first"
+            )
+        try:
+            return self._run(call)
+        finally:
+            self._turn.release()
+
+    def _run(self, call: Call) -> Any:
         start = time.perf_counter()
         running = self._ready()
         settings, executor, copies = self._settings, running.executors[call.training], running.copies
         started = False
-        self._busy = True
         running.connection.recorder.core.step()
         try:
             self._check(call)
@@ -199,7 +210,6 @@ class Pipeline:
             finally:
                 del public  # else its traceback, which has this frame, keeps slots until the garbage collector comes
         finally:
-            self._busy = False
             for stage in running.stages.values():
                 stage.reset()
         self.busy_seconds = sum(stage.busy_seconds for stage in running.stages.values())
@@ -278,11 +288,6 @@ class Pipeline:
     def _ready(self) -> _Running:
         """The connection and what runs on it, made at the first call."""
         where = self._settings.where
-        if self._busy:
-            raise PipelineError(
-                f"{where}: step() or eval() of this schedule is already running, and cannot be called inside it; "
-                "build a second schedule for what runs within the first"
-            )
         if self._closed:
             raise PipelineError(f"{where}: this schedule is closed: build a new one, on every rank")
         if self._failure is not None:

@@ -10,20 +10,24 @@ import contextlib
 import fcntl
 import hashlib
 import ipaddress
+import itertools
 import json
 import os
 import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
+
 from pypipe import _core
-from pypipe.errors import ConfigurationError, PipelineTimeout
+from pypipe.errors import ConfigurationError, PeerLost, PipelineTimeout
 from pypipe.runtime import environment
 from pypipe.runtime.handshake import Address, Listener, connect
+from pypipe.runtime.presence import is_gone
 from pypipe.runtime.world import World, host_identity
 
 __all__ = ["Card", "Meeting", "meet", "read_all", "refuse"]
@@ -33,6 +37,7 @@ Card = dict[str, Any]
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: an interface's IPv4 address
 _FIRST_POLL_SECONDS = 0.001
 _LONGEST_POLL_SECONDS = 0.05
+_STORE_ERRORS: tuple[type[Exception], ...] = (dist.DistError,) if dist.is_available() else ()
 
 
 @dataclass
@@ -60,24 +65,38 @@ def refuse(world: World, reason: str) -> None:
         _write_refusal(world, world.key(world.next_meeting()), reason)
 
 
-def _write_refusal(world: World, prefix: str, reason: str) -> None:
+def _write_refusal(world: World, prefix: str, reason: str, lost: bool = False) -> None:
     world.publish(f"{prefix}/begun", "1")
-    world.publish(f"{prefix}/refused", json.dumps({"rank": world.rank, "reason": reason}))
+    world.publish(f"{prefix}/refused", json.dumps({"rank": world.rank, "reason": reason, "lost": lost}))
 
 
 def _check_refused(world: World, prefix: str) -> None:
     key = f"{prefix}/refused"
     if world.store.check([key]):
         refusal = json.loads(world.store.get(key))
+        if refusal["lost"]:
+            raise PeerLost(f"rank {world.rank} heard from rank {refusal['rank']}: {refusal['reason']}")
         raise ConfigurationError(
             f"rank {refusal['rank']} could not build its part of the pipeline: {refusal['reason']}"
         )
+
+
+@contextlib.contextmanager
+def _public_store_errors() -> Iterator[None]:
+    try:
+        yield
+    except _STORE_ERRORS as error:
+        raise PeerLost(
+            "the store through which the ranks meet does not answer: the process that holds it (as a rule rank 0's) "
+            f"has ended ({str(error).splitlines()[0]})"
+        ) from None
 
 
 class _GivenUp(Exception):
     """Some rank waits at a later meeting: it has given this one up."""
 
 
+@_public_store_errors()
 def read_all(
     world: World, prefix: str, keys: Mapping[int, str], deadline: float, given_up: str | None = None
 ) -> dict[int, str]:
@@ -87,6 +106,7 @@ def read_all(
         given_up: a key that says, once it is there, that what is missing then will not come.
     """
     pause = _FIRST_POLL_SECONDS
+    turns = itertools.cycle(rank for rank in keys if rank != world.rank)
     while True:
         # First: who gave up after it had seen all values is not missed.
         is_given_up = given_up is not None and world.store.check([given_up])
@@ -98,6 +118,13 @@ def read_all(
         _check_refused(world, prefix)
         if is_given_up:
             raise _GivenUp
+        # One rank a turn: with many, looking at all would keep the store busy.
+        rank = next(turns, world.rank)
+        if not values.get(rank) and (pid := is_gone(world, rank)) and not world.store.check([keys[rank]]):
+            raise PeerLost(
+                f"rank {world.rank} waited for rank {rank} to start the same pipeline, but that rank's process {pid} "
+                "has ended before it called step() or eval()"
+            )
         if time.monotonic() >= deadline:
             absent = [rank for rank, key in keys.items() if not world.store.check([key])]
             # Else all came, but somebody has given up already.
@@ -133,6 +160,8 @@ def _read_cards(world: World, card: Card, deadline: float) -> tuple[str, list[Ca
         except BaseException as error:
             with contextlib.suppress(Exception):
                 world.store.set(mine, "")
+                if isinstance(error, PeerLost):  # ranks on other hosts may not see it themselves
+                    _write_refusal(world, prefix, str(error), lost=True)
             if not isinstance(error, _GivenUp):
                 raise
 
@@ -166,6 +195,7 @@ def _listening_address() -> str:
     return "127.0.0.1"
 
 
+@_public_store_errors()
 def meet(
     world: World,
     card: Card,
@@ -185,6 +215,7 @@ def meet(
 
     Raises:
         ConfigurationError: a rank refused, or the cards do not fit together.
+        PeerLost: a rank's process has ended, or the store is gone.
         PipelineTimeout: a rank did not come, or could not be connected to.
     """
     deadline = time.monotonic() + timeout
@@ -207,7 +238,7 @@ def meet(
         hub.close()
         if world.store is not None and not isinstance(error, PipelineTimeout):
             with contextlib.suppress(Exception):
-                _write_refusal(world, prefix, str(error))
+                _write_refusal(world, prefix, str(error), lost=isinstance(error, PeerLost))
         raise
 
 

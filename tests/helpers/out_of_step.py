@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from typing import Any
 
 import torch
@@ -67,3 +70,61 @@ def one_cannot_build(rank: int, size: int, group: Any) -> tuple[str, str, list[s
     second = _start(rank, size, group, 0.3)
     dist.barrier(group)
     return first, second, _train(rank, size, group)
+
+
+def one_dies_first(rank: int, size: int, group: Any, dying: int, how: str) -> str:
+    """One rank's process ends when its schedule is built and the others wait for it."""
+    if rank == dying:
+        schedule = _schedule(rank, size, group, 30)
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        schedule.close()
+        os._exit(0)
+    return _start(rank, size, group, 100)
+
+
+def eval_and_step(
+    rank: int, size: int, group: Any, evaluating: int, n_microbatches: int
+) -> tuple[list[str], list[str]]:
+    """One rank calls eval() where the others call step(); then all step."""
+    x = torch.ones(6, 3)
+    schedule = _schedule(rank, size, group, 60, n_microbatches)
+    said = []
+    for turn in range(3):
+        call = schedule.eval if rank == evaluating and turn == 1 else schedule.step
+        try:
+            call(x, target=x)
+        except pypipe.PipelineError as error:
+            said.append(str(error))
+            break
+    schedule.close()
+    dist.barrier(group)
+    return said, _train(rank, size, group)
+
+
+def two_threads(rank: int, size: int, group: Any) -> list[str]:
+    """A step is called in a thread while another one runs."""
+    said = []
+    inside, done = threading.Event(), threading.Event()
+
+    class Stage(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inside.set()
+            done.wait(60)
+            return super().forward(x)
+
+    stage = pypipe.PipelineStage(Stage(3, 3), rank, size, torch.device("cpu"), group=group)
+    schedule = pypipe.Schedule1F1B(stage, 1, loss_fn=nn.functional.mse_loss, timeout=60)
+    x = torch.ones(4, 3)
+    first = threading.Thread(target=schedule.step, args=(x,), kwargs={"target": x})
+    first.start()
+    inside.wait(60)
+    try:
+        schedule.step(x, target=x)
+    except pypipe.PipelineError as error:
+        said.append(str(error))
+    done.set()
+    first.join()
+    schedule.step(x, target=x)
+    schedule.close()
+    return said
