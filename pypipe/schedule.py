@@ -176,8 +176,9 @@ class Schedule:
         Raises:
             InputError: the batch does not fit; RemoteStageError, PeerLost, PipelineTimeout: another rank failed, died
                 or did not come; or whatever a stage or the loss function raised on this rank. Then `.grad` holds what
-                was there before and the microbatches whose backward had ended (a note of the error says how many);
-                parameters are untouched. This schedule refuses to go on: build a new one, on every rank.
+                was there before and the microbatches whose backward had ended on this rank (a note of the error says
+                how many; a backward that raises may leave a part of its own); parameters are untouched. This schedule
+                refuses to go on: call zero_grad(), and build a new one, on every rank.
         """
         training = self._settings.loss is not None
         return self._pipeline.run(Call(args, kwargs, target, losses, return_outputs, loss_kwargs, training))

@@ -22,7 +22,10 @@ _REMEDIES = {
     "communicators": "install the same NCCL and driver on every rank, or give all of them "
     "PYPIPE_NCCL_COMMUNICATORS=link, or, where all stages are on GPUs, =pair",
     "check": "give every rank's schedule the same check=",
+    "timeout": "give every rank's schedule the same timeout=",
+    "program": "give every rank the same program (the same options, the same file)",
 }
+_SETTINGS = tuple(key for key in _REMEDIES if key != "program")
 
 
 def pieces(program: Program, rank: int) -> list[int]:
@@ -62,12 +65,11 @@ def comparison(program: Program | None, misfit: str | None) -> Callable[[Sequenc
     """
 
     def compare(cards: Sequence[Card]) -> None:
-        for key in ("version", "num_stages", "schedule", "n_microbatches", "loss_fn", "scale_grads", "communicators"):
-            _require_equal(cards, key, _REMEDIES[key])
+        _require_equal(cards, _SETTINGS)
         if misfit is not None:
             raise ConfigurationError(misfit)
         assert program is not None
-        _require_equal(cards, "program", "give every rank the same program (the same options, the same file)")
+        _require_equal(cards, ["program"])  # last: it follows from the others
         _require_placed(cards, program)
         if len(program.chains) > 1:
             compare_copies(
@@ -81,11 +83,20 @@ def comparison(program: Program | None, misfit: str | None) -> Callable[[Sequenc
     return compare
 
 
-def _require_equal(cards: Sequence[Card], key: str, remedy: str) -> None:
-    values = [card[key] for card in cards]
-    if any(value != values[0] for value in values):
-        listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-        raise ConfigurationError(f"the ranks disagree about {key} ({listed}): {remedy}")
+def _require_equal(cards: Sequence[Card], keys: Sequence[str]) -> None:
+    """Names all keys that differ at once. Another version of pypipe may not have all of them."""
+    differing = []
+    for key in keys:
+        values = [card.get(key) for card in cards]
+        if any(value != values[0] for value in values):
+            listed = ", ".join(f"rank {rank}: {_shown(value)}" for rank, value in enumerate(values))
+            differing.append(f"about {key} ({listed}): {_REMEDIES[key]}")
+    if differing:
+        raise ConfigurationError("the ranks disagree " + ";\n".join(differing))
+
+
+def _shown(value: object) -> str:
+    return " and ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
 
 
 def _require_placed(cards: Sequence[Card], program: Program) -> None:
