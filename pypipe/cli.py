@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,6 +67,8 @@ def demo(text: Path | None, trace: Path | None, as_json: bool, **options: int | 
     except DemoInputError as error:
         raise _BadInput(str(error)) from error
 
+    # What torch says where there is no NumPy, which nothing here needs.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     from pypipe.demo import run
     from pypipe.launch import RankError
 
