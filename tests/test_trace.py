@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import trace_cases as cases
 from rank_pool import RankPool
+from trace_format import complaints
 
 from pypipe.program import Action, Kind, Program, build
 from pypipe.program.drawing import read_chrome_trace
@@ -81,6 +82,7 @@ def test_a_trace_is_saved_in_every_form(tmp_path: Path, ranks: RankPool) -> None
         "1f1b, measured,",
         "1f1b, predicted,",
     ]
+    assert list(complaints(json.loads((tmp_path / "step.json").read_text()))) == []
     measured, predicted = read_chrome_trace((tmp_path / "step.json").read_text())
     assert (measured.title, predicted.title) == ("1f1b, measured", "1f1b, predicted")
     shown = [[start for _, start, _ in row] for row in json.loads(rows)]

@@ -11,7 +11,8 @@ from random_programs import random_program
 from torch import Tensor, nn
 
 import pypipe
-from pypipe.program import Program
+from pypipe import program as programs
+from pypipe.program import Program, builder_names, load_csv
 
 TOLERANCE = 1e-12
 CPU = torch.device("cpu")
@@ -32,6 +33,8 @@ class Pipelined(NamedTuple):
 
 def count_stages(name: str, size: int) -> int:
     """Into how many pieces a schedule cuts the model; names such as `ScheduleX v=2` and `random s=5` say it."""
+    if (program := _given(name, size, 2 * size)) is not None:
+        return len(program.chains[0].stages)
     name, _, options = name.partition(" ")
     if name == "random":
         return int(options.split()[0].removeprefix("s="))
@@ -50,6 +53,16 @@ def pieces_of(name: str, rank: int, size: int) -> list[int]:
     return list(range(rank, count, size))
 
 
+def _given(name: str, size: int, n_microbatches: int) -> Program | None:
+    """The program of a builder's name (the registry's) or of a CSV file's."""
+    if name.endswith(".csv"):
+        return load_csv(name)
+    if name not in builder_names():
+        return None
+    options = {"effort": 0.05} if name == "auto" else {}
+    return programs.build(name, size, n_microbatches, **options)
+
+
 def build(
     rank: int,
     size: int,
@@ -62,7 +75,7 @@ def build(
 ) -> Pipelined:
     """A schedule of this name over the modules, which are the model's pieces; a second copy is made here.
 
-    `random s=5 seed=0` is some program of 5 stages.
+    `random s=5 seed=0` is some program of 5 stages; a builder's name or a CSV file's is given to pypipe.Schedule.
     """
     kind, _, rest = name.partition(" ")
     program: Program | None = None
@@ -70,13 +83,18 @@ def build(
     if kind == "random":
         program = random_program(size, len(modules), n_microbatches, int(rest.split()[1].removeprefix("seed=")))
         pieces = [stage for stage, holder in enumerate(program.placement) if holder == rank]
+    elif (known := _given(name, size, n_microbatches)) is not None:
+        pieces = [known.piece_of(stage) for stage, holder in enumerate(known.placement) if holder == rank]
     held: list[tuple[int, nn.Module]] = []
     for piece in pieces:
-        is_second = kind in BIDIRECTIONAL and len(held) == 1
+        is_second = kind in (*BIDIRECTIONAL, "dualpipe") and len(held) == 1
         held.append((piece, copy.deepcopy(modules[piece]) if is_second else modules[piece]))
     stages = [pypipe.PipelineStage(module, piece, len(modules), device, group=group) for piece, module in held]
     if program is not None:
         return Pipelined(pypipe.Schedule(program, stages, n_microbatches, **options), held)
+    if not kind.startswith("Schedule"):
+        options |= {"effort": 0.05} if kind == "auto" else {}
+        return Pipelined(pypipe.Schedule(kind, stages, n_microbatches, **options), held)
     given = stages[0] if kind in SINGLE else stages
     if kind == "ScheduleAuto":
         options |= {"forward": 1.0, "input_backward": 1.25, "weight_backward": 0.75, "hop": 0.1, "effort": 0.05}

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from trace_format import complaints
 
-from pypipe.program import gpipe, one_f_one_b, simulate
+from pypipe.program import build, builder_names, gpipe, one_f_one_b, simulate
 from pypipe.program.drawing import Panel, chrome_trace, read_chrome_trace
 
 
@@ -103,3 +104,28 @@ def damaged(change: Any) -> str:
 def test_what_is_no_such_trace_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_chrome_trace(text)
+
+
+@pytest.mark.parametrize("name", builder_names())
+def test_a_trace_of_every_schedule_keeps_to_the_format(name: str) -> None:
+    options = {"effort": 0.01} if name == "auto" else {}
+    timeline = simulate(build(name, 4, 9, **options), forward=10, backward=21.3, hop=0.7)
+    trace = json.loads(chrome_trace(Panel(timeline, "a", True), Panel(timeline, "b", True)), parse_constant=pytest.fail)
+    assert set(trace) == {"displayTimeUnit", "otherData", "traceEvents"}
+    assert list(complaints(trace)) == []
+    # The format's unit is the microsecond.
+    last = max(event["ts"] + event["dur"] for event in trace["traceEvents"] if event["ph"] == "X")
+    assert last == pytest.approx(timeline.step_time)
+    assert len([event for event in trace["traceEvents"] if event["ph"] == "X"]) == 2 * sum(map(len, timeline.ranks))
+
+
+def test_the_format_s_check_sees_what_is_wrong() -> None:
+    trace = json.loads(chrome_trace(simulate(gpipe(2, 2))))
+    first = next(event for event in trace["traceEvents"] if event["ph"] == "X")
+    for change in ({"ts": -1}, {"dur": None}, {"pid": "0"}, {"tid": 7}, {"ph": "Q"}, {"dur": first["dur"] * 1.5}):
+        before = dict(first)
+        first.update(change)
+        assert list(complaints(trace)), change
+        first.clear()
+        first.update(before)
+    assert not list(complaints(trace))
