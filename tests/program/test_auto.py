@@ -112,3 +112,24 @@ def test_what_cannot_be_is_refused() -> None:
         build("auto", 2, 0)
     with pytest.raises(ValueError, match="forward is -1: it cannot be negative"):
         build("auto", 2, 4, forward=-1)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2, 4), st.integers(1, 6), st.integers(1, 2), st.data())
+def test_whatever_times_and_memory_it_is_never_worse_than_a_fixed_schedule(
+    n_ranks: int, n_microbatches: int, per_rank: int, data: st.DataObject
+) -> None:
+    n_stages = n_ranks * per_rank
+    costs = st.one_of(st.integers(0, 9), st.lists(st.integers(0, 9), min_size=n_stages, max_size=n_stages))
+    times = {name: data.draw(costs) for name in ("forward", "input_backward", "weight_backward", "hop")}
+    memory = data.draw(st.integers(per_rank, per_rank * (2 * n_ranks + 1)))
+    program = build("auto", n_ranks, n_microbatches, stages_per_rank=per_rank, memory=memory, effort=0.002, **times)
+    assert max(verify(lower(program)).peak_activations) <= memory
+    found = simulate(program, **times).step_time
+    for name in FIXED:
+        try:
+            other = options_of(name, n_ranks, n_microbatches, per_rank)
+        except ValueError:  # dualpipe on an odd number of ranks
+            continue
+        if other is not None and max(verify(lower(other)).peak_activations) <= memory:
+            assert found <= simulate(other, **times).step_time, name
