@@ -144,7 +144,13 @@ def _print(console: Console, comparison: Comparison) -> None:
     console.print(_table(console, comparison))
     if best is not None:
         cap = "" if request.memory is None else f" within {request.amount(request.memory)}"
-        console.print(f"* the shortest step{cap}: {best.name}", highlight=False)
+        others = [row for row in comparison.rows if row.copies == 1 and row.fits and row.verified]
+        but = ""
+        if best.copies > 1 and others:
+            but = (
+                f" ({best.copies}x parameters; with one copy of them {others[0].name}, {_number(others[0].step_time)})"
+            )
+        console.print(f"* the shortest step{cap}: {best.name}{but}", highlight=False)
     if request.memory is not None and not all(row.fits for row in comparison.rows):
         console.print(f"! more than {request.amount(request.memory)} on some rank", highlight=False)
     for name, reason in comparison.unavailable:

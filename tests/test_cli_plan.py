@@ -47,6 +47,11 @@ def test_json_has_every_schedule_s_figures_and_nothing_else_is_printed(tmp_path:
     assert data["best"] == next(row["name"] for row in data["schedules"] if row["best"])
 
 
+def test_a_best_that_doubles_the_parameters_is_named_beside_the_best_that_does_not(tmp_path: Path) -> None:
+    text = plan("-p", "4", "-m", "8", "--no-search", cwd=tmp_path).stdout
+    assert "* the shortest step: dualpipe (2x parameters; with one copy of them zbv, 25.50)" in text
+
+
 def test_the_search_adds_a_row_that_nothing_beats(tmp_path: Path) -> None:
     result = plan(
         "-p", "3", "-m", "6", "--tf", "2", "--tb", "3", "--tc", "0.25", "--memory", "3", "--json", cwd=tmp_path
