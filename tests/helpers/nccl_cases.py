@@ -48,7 +48,7 @@ def seeds(rank: int, size: int, group: Any, cases: list[tuple[int, transparency.
         emulator.reset_counters()
         emulator.set("seed", seed * 64 + rank)
         with compute.installed():
-            found += transparency.compare(rank, size, group, *case)
+            found += transparency.compare(rank, size, group, *case, timeout=120)
         emulator.settle(compute.handle)
         found += hazards(emulator, rank)
         if found:
