@@ -190,7 +190,7 @@ def test_what_a_stage_raises_is_raised_there_and_told_to_every_rank(
         origin_seen = {key: seen.origin[key] for key in ("rank", "stage", "action", "microbatch")}
         assert origin_seen == {"rank": origin, "stage": origin, "action": action, "microbatch": microbatch}
         assert "Traceback" in seen.origin["remote_traceback"]
-        assert "bad_input_cases.py" in seen.origin["remote_traceback"] or len(seen.text) > 20_000
+        assert "bad_input_setup.py" in seen.origin["remote_traceback"] or len(seen.text) > 20_000
     _check_common(everyone)
 
 

@@ -14,6 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import c10d_cases as cases
+import c10d_endings
+import c10d_failures
+import c10d_hosts
 import pytest
 from rank_pool import Raised, RankPool
 
@@ -53,7 +56,7 @@ def test_buffers_follow_batches_of_changing_length(ranks: RankPool) -> None:
 def test_ranks_on_different_hosts_choose_c10d_and_tcp_by_themselves_and_shared_memory_within_one(
     ranks: RankPool,
 ) -> None:
-    _check(ranks, 4, cases.on_two_hosts)
+    _check(ranks, 4, c10d_hosts.on_two_hosts)
 
 
 def test_c10d_without_a_process_group_is_an_error_that_says_so_on_every_rank(ranks: RankPool) -> None:
@@ -63,11 +66,11 @@ def test_c10d_without_a_process_group_is_an_error_that_says_so_on_every_rank(ran
 
 
 def test_a_peer_may_close_as_soon_as_it_has_sent_its_last_message(ranks: RankPool) -> None:
-    _check(ranks, 2, cases.peer_that_leaves_after_its_last_message, timeout=30.0)
+    _check(ranks, 2, c10d_endings.peer_that_leaves_after_its_last_message, timeout=30.0)
 
 
 def test_a_peer_may_destroy_its_process_group_as_soon_as_its_last_step_is_over(ranks: RankPool, tmp_path: Path) -> None:
-    _check(ranks, 4, cases.group_that_ends_after_the_last_message, str(tmp_path / "flag"), timeout=40.0)
+    _check(ranks, 4, c10d_endings.group_that_ends_after_the_last_message, str(tmp_path / "flag"), timeout=40.0)
 
 
 def test_a_rank_may_end_its_script_as_soon_as_its_last_step_is_over() -> None:
@@ -75,7 +78,7 @@ def test_a_rank_may_end_its_script_as_soon_as_its_last_step_is_over() -> None:
         port = server.getsockname()[1]
     processes = [
         subprocess.Popen(
-            [sys.executable, cases.__file__, "end_at_once"],
+            [sys.executable, c10d_hosts.__file__, "end_at_once"],
             env={
                 **os.environ,
                 "RANK": str(rank),
@@ -83,7 +86,7 @@ def test_a_rank_may_end_its_script_as_soon_as_its_last_step_is_over() -> None:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
                 "PYPIPE_LINK": "c10d",
-                "PYTHONPATH": str(Path(cases.__file__).parent),
+                "PYTHONPATH": str(Path(c10d_hosts.__file__).parent),
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -104,11 +107,11 @@ def test_a_rank_may_end_its_script_as_soon_as_its_last_step_is_over() -> None:
 def test_a_failed_step_does_not_break_the_process_group_when_its_timeout_is_over(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    _check(ranks, 4, cases.group_after_a_failure, str(tmp_path / "flag"), timeout=40.0)
+    _check(ranks, 4, c10d_failures.group_after_a_failure, str(tmp_path / "flag"), timeout=40.0)
 
 
 def test_an_address_that_cannot_be_listened_on_is_an_error_on_every_rank(ranks: RankPool) -> None:
-    first, last = ranks.run(2, cases.address_that_is_not_ours, timeout=15.0)
+    first, last = ranks.run(2, c10d_hosts.address_that_is_not_ours, timeout=15.0)
     for text in (first, last):
         assert text.startswith("ConfigurationError: "), text
         assert "PYPIPE_ADDRESS" in text
@@ -116,11 +119,11 @@ def test_an_address_that_cannot_be_listened_on_is_an_error_on_every_rank(ranks: 
 
 
 def test_no_thread_is_left_after_close(ranks: RankPool) -> None:
-    _check(ranks, 2, cases.threads_after_close, timeout=30.0)
+    _check(ranks, 2, c10d_endings.threads_after_close, timeout=30.0)
 
 
 def test_a_deadline_ends_the_wait_for_a_peer_that_is_busy(ranks: RankPool, tmp_path: Path) -> None:
-    first, last = ranks.run(2, cases.busy_peer, str(tmp_path / "flag"), timeout=30.0)
+    first, last = ranks.run(2, c10d_failures.busy_peer, str(tmp_path / "flag"), timeout=30.0)
     assert first.startswith("PipelineTimeout: "), first
     assert "rank 1" in first
     assert last.startswith("PipelineTimeout: "), last
@@ -128,7 +131,7 @@ def test_a_deadline_ends_the_wait_for_a_peer_that_is_busy(ranks: RankPool, tmp_p
 
 
 def test_a_deadline_ends_the_wait_for_bytes_that_the_backend_has_lost(ranks: RankPool) -> None:
-    first, last = ranks.run(2, cases.lost_bytes, timeout=30.0)
+    first, last = ranks.run(2, c10d_failures.lost_bytes, timeout=30.0)
     assert first.startswith("PipelineTimeout: "), first
     assert "rank 1" in first
     assert "rank 0" in first
@@ -137,7 +140,7 @@ def test_a_deadline_ends_the_wait_for_bytes_that_the_backend_has_lost(ranks: Ran
 
 
 def test_a_failure_elsewhere_ends_the_wait_for_bytes(ranks: RankPool) -> None:
-    first, last = ranks.run(2, cases.abort_while_bytes_are_awaited, timeout=30.0)
+    first, last = ranks.run(2, c10d_failures.abort_while_bytes_are_awaited, timeout=30.0)
     assert last.startswith("PipelineError: had enough"), last
     assert first.startswith("RemoteStageError: "), first
     assert "had enough" in first
@@ -145,7 +148,7 @@ def test_a_failure_elsewhere_ends_the_wait_for_bytes(ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("name", ["irecv", "isend"])
 def test_a_backend_that_fails_is_an_error_of_pypipe_on_every_rank(ranks: RankPool, name: str) -> None:
-    first, last = ranks.run(2, cases.broken_backend, name, timeout=30.0)
+    first, last = ranks.run(2, c10d_failures.broken_backend, name, timeout=30.0)
     assert not first.startswith("not pypipe's"), first
     assert "Connection closed by peer" in first
     assert "rank 1" in first
@@ -154,14 +157,14 @@ def test_a_backend_that_fails_is_an_error_of_pypipe_on_every_rank(ranks: RankPoo
 
 
 def test_a_backend_that_cannot_send_is_an_error_of_pypipe_on_every_rank(ranks: RankPool) -> None:
-    first, last = ranks.run(2, cases.backend_that_raises_at_once, timeout=30.0)
+    first, last = ranks.run(2, c10d_failures.backend_that_raises_at_once, timeout=30.0)
     assert not first.startswith("not pypipe's"), first
     assert "does not support isend" in first
     assert last.startswith("RemoteStageError: "), last
 
 
 def test_a_dead_peer_is_seen_at_once_by_every_rank(ranks: RankPool) -> None:
-    results = ranks.run_raw(3, cases.dead_peer, timeout=25.0)
+    results = ranks.run_raw(3, c10d_failures.dead_peer, timeout=25.0)
     assert isinstance(results[2], Raised)
     for text in results[:2]:
         assert isinstance(text, str), text
@@ -233,9 +236,9 @@ def _run_in(
             "MASTER_PORT": "29533",
             "GLOO_SOCKET_IFNAME": "veth0",
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(Path(cases.__file__).parent),
+            "PYTHONPATH": str(Path(c10d_hosts.__file__).parent),
         }
-        script = [sys.executable, cases.__file__, argument]
+        script = [sys.executable, c10d_hosts.__file__, argument]
         if hosts is not None:
             bind = 'mount --bind "$0" /etc/hosts && exec "$@"'
             script = ["unshare", "-m", "sh", "-c", bind, str(hosts[place]), *script]

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterator
 
 import pytest
+import swap_runs
 import swap_scripts
 import torch.distributed.pipelining as theirs
 from rank_pool import RankPool
@@ -23,9 +24,7 @@ def _fresh_ranks_after_a_failure(ranks: RankPool, request: pytest.FixtureRequest
 
 
 def _check(ranks: RankPool, size: int, script: str, *arguments: object) -> None:
-    found = [
-        text for texts in ranks.run(size, swap_scripts.run_both, script, *arguments, timeout=30.0) for text in texts
-    ]
+    found = [text for texts in ranks.run(size, swap_runs.run_both, script, *arguments, timeout=30.0) for text in texts]
     assert not found, "\n".join(found)
 
 
@@ -42,7 +41,7 @@ def test_a_file_whose_import_is_swapped_computes_what_it_did(ranks: RankPool) ->
     _check(ranks, 3, "text_with_its_import_swapped")
 
 
-@pytest.mark.parametrize("schedule", swap_scripts.MULTI)
+@pytest.mark.parametrize("schedule", swap_runs.MULTI)
 def test_a_script_of_several_stages_per_rank_computes_what_it_computes_with_torchs_classes(
     ranks: RankPool, schedule: str
 ) -> None:
@@ -53,7 +52,7 @@ def test_a_script_of_several_stages_per_rank_computes_what_it_computes_with_torc
 LEFT_OUT = {"dw_builder", "get_mesh"}
 
 
-@pytest.mark.parametrize("name", ["PipelineStage", "ScheduleGPipe", "Schedule1F1B", *swap_scripts.MULTI])
+@pytest.mark.parametrize("name", ["PipelineStage", "ScheduleGPipe", "Schedule1F1B", *swap_runs.MULTI])
 def test_constructors_take_torchs_arguments_in_torchs_order(name: str) -> None:
     expected = [p for p in inspect.signature(getattr(theirs, name)).parameters if p not in LEFT_OUT]
     assert list(inspect.signature(getattr(pypipe, name)).parameters)[: len(expected)] == expected
