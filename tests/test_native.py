@@ -26,9 +26,9 @@ class Variant(NamedTuple):
 
 VARIANTS = {
     "plain": Variant("", "-O2", True),
-    # Compilers take far longer over sanitized code; little optimization and line numbers alone keep that bearable.
-    "asan": Variant("address,undefined", "-O0 -g1", False),
-    "tsan": Variant("thread", "-Og -g1", False),
+    # Compilers take far longer over sanitized code; little optimization keeps that bearable.
+    "asan": Variant("address,undefined", "-O0", False),
+    "tsan": Variant("thread", "-Og", False),
 }
 
 # The arguments of each run. A sanitizer looks at every access, so it needs fewer of them; what only speed provokes
