@@ -16,10 +16,12 @@ Parts:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -42,6 +44,7 @@ def main() -> int:
     """Returns 0 where every part that could run was right."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", help="write the results there too")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="for all parts together")
     parser.add_argument("--parts", nargs="+", choices=LIMITS, default=list(LIMITS), metavar="PART")
     parser.add_argument(
         "--emulator", metavar="FOLDER", help="use the emulated driver and NCCL of this build, on the CPU"
@@ -64,8 +67,11 @@ def main() -> int:
         print("no GPU that torch can use: nothing was run. On the emulator: --emulator FOLDER", file=sys.stderr)
         return 2
     results: dict[str, Any] = {"emulator": bool(chosen.emulator)}
+    end = time.monotonic() + chosen.seconds
     for part in ["environment", *chosen.parts]:
-        results[part] = _run_apart(part, environment)
+        left = end - time.monotonic()
+        limit = min(LIMITS.get(part, 60), left)
+        results[part] = _run_apart(part, environment, limit) if left > 10 else {"error": "no time was left for it"}
         print(f"{part}: {json.dumps(results[part])}", flush=True)
         if chosen.json:  # after each part: whoever runs out of time keeps what there is
             Path(chosen.json).write_text(json.dumps(results, indent=2) + "\n")
@@ -79,28 +85,34 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _run_apart(part: str, environment: dict[str, str]) -> dict[str, Any]:
+def _run_apart(part: str, environment: dict[str, str], limit: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         command = [sys.executable, str(Path(__file__).resolve()), "--part", part]
+        said = Path(folder) / "said"
         start = time.perf_counter()
-        try:
-            done = subprocess.run(
+        with said.open("w") as output:  # a file: ranks that hang would keep a pipe open
+            process = subprocess.Popen(
                 command,
                 env={**environment, "PYPIPE_GPU_RESULT": str(result)},
                 cwd=folder,  # not the clone, whose pypipe has no core
-                capture_output=True,
-                text=True,
-                timeout=LIMITS.get(part, 60),
-                check=False,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
-        except subprocess.TimeoutExpired as late:
-            said = late.stderr.decode(errors="replace") if isinstance(late.stderr, bytes) else late.stderr or ""
-            return {"error": f"no end within {LIMITS.get(part, 60)} s", "said": said[-2000:]}
+            late = False
+            try:
+                process.wait(limit)
+            except subprocess.TimeoutExpired:
+                late = True
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # also the ranks that it started
+            process.wait()
         seconds = round(time.perf_counter() - start, 1)
-        if not result.exists():
-            return {"error": f"exit code {done.returncode}", "said": (done.stdout + done.stderr)[-4000:]}
-        return {**json.loads(result.read_text()), "seconds": seconds}
+        if result.exists():
+            return {**json.loads(result.read_text()), "seconds": seconds}
+        what = f"no end within {limit:.0f} s" if late else f"exit code {process.returncode}"
+        return {"error": what, "said": said.read_text(errors="replace")[-4000:], "seconds": seconds}
 
 
 def _run_here(part: str) -> int:

@@ -3,9 +3,9 @@
     python benchmarks/nccl_host.py [--json] [--messages N] [--instructions]
 
 Two processes. One sends, and the other receives when all has arrived, so that no call waits. Nanoseconds are those of
-the whole call, with the emulator's part in it. With --instructions both run under valgrind's callgrind, for two
-numbers of messages, and the difference is counted by library: the core (`_core`, also its control thread), Python, the
-emulator, the rest.
+the whole call, with the emulator's part in it. With --instructions, nccl_core.py runs under valgrind's callgrind with
+two numbers of messages, and the difference is what the core and its bindings execute in user space for one send and
+one receive, with what they call of the C and C++ libraries, on the calling thread and on the two control threads.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     parser.add_argument("--messages", type=int, default=2000)
-    parser.add_argument("--instructions", action="store_true", help="count instructions too (valgrind; minutes)")
+    parser.add_argument("--instructions", action="store_true", help="count instructions too (valgrind)")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -41,7 +41,7 @@ def main() -> int:
         print(json.dumps(_rank(chosen.rank, chosen.store, chosen.messages)))
         return 0
     result: dict[str, Any] = {"bytes": BYTES, "load_average": round(os.getloadavg()[0], 2)}
-    result["ns"] = {name: value for said in _run(chosen.messages, None) for name, value in said.items()}
+    result["ns"] = {name: value for said in _run(chosen.messages) for name, value in said.items()}
     if chosen.instructions:
         result["instructions"] = _instructions()
     if chosen.json:
@@ -50,17 +50,13 @@ def main() -> int:
     print(f"{BYTES} bytes, load average {result['load_average']}; medians, emulator included")
     for name, value in result["ns"].items():
         print(f"  {name:8} {value:8.0f} ns")
-    for end, counted in result.get("instructions", {}).items():
-        print(f"instructions of the {end}, per message: {counted}")
+    for thread, counted in result.get("instructions", {}).items():
+        print(f"  {counted:8} instructions of the core for a send and a receive, on the {thread}")
     return 0
 
 
-def _run(messages: int, folder: Path | None) -> list[dict[str, float]]:
-    sys.path.insert(0, str(HERE.parent / "tests" / "emulator"))
-    import cuda_emulator
-
-    emulator = cuda_emulator.build()
-    environment = os.environ | {
+def _environment(emulator: Any) -> dict[str, str]:
+    return os.environ | {
         "PYPIPE_CUDA_LIBRARY": str(emulator.cuda),
         "PYPIPE_NCCL_LIBRARY": str(emulator.nccl),
         "PYPIPE_LINK": "nccl",
@@ -69,16 +65,22 @@ def _run(messages: int, folder: Path | None) -> list[dict[str, float]]:
         "PYPIPE_EMULATOR_LAZY": "0",
         "OMP_NUM_THREADS": "1",
     }
+
+
+def _emulator() -> Any:
+    sys.path.insert(0, str(HERE.parent / "tests" / "emulator"))
+    import cuda_emulator
+
+    print("building the emulator, unless it is there already", file=sys.stderr)
+    return cuda_emulator.build()
+
+
+def _run(messages: int) -> list[dict[str, float]]:
+    environment = _environment(_emulator())
     with tempfile.TemporaryDirectory() as meeting:
         processes = []
         for rank in range(2):
             command = [sys.executable, __file__, "--rank", str(rank), "--store", meeting, "--messages", str(messages)]
-            if folder is not None:
-                # Only what runs between start and end of the measured loop differs between two numbers of messages.
-                command = [
-                    *("valgrind", "--tool=callgrind", f"--callgrind-out-file={folder}/{rank}.{messages}"),
-                    *command,
-                ]
             processes.append(
                 subprocess.Popen(
                     command, env=environment, cwd=meeting, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -145,55 +147,67 @@ def _rank(rank: int, folder: str, messages: int) -> dict[str, float]:
     return medians
 
 
-_OBJECTS = {
-    "core": r"_core\.cpython",
-    "Python": r"python3|libpython|libffi",
-    "emulator": r"libcuda|libnccl|libpypipe_emulator",
-}
+_THREADS = {"calling thread": "01", "sender's control thread": "02", "receiver's control thread": "03"}
 
 
-def _instructions() -> dict[str, dict[str, int]]:
+def _instructions() -> dict[str, int]:
     if shutil.which("valgrind") is None:
-        raise SystemExit("--instructions needs valgrind")
-    few, many = 200, 1000
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        raise SystemExit("--instructions needs valgrind, which is not on the path (Debian: apt install valgrind)")
+    from pypipe import _core
+
+    emulator = _emulator()
+    few, many = 320, 1280
+    with tempfile.TemporaryDirectory() as folder:
         for messages in (few, many):
-            _run(messages, folder)
-        counted = {}
-        for rank, end in enumerate(("sender", "receiver")):
-            less, more = (_by_object(folder / f"{rank}.{messages}") for messages in (few, many))
-            counted[end] = {
-                what: round((more.get(what, 0) - less.get(what, 0)) / (many - few)) for what in (*_OBJECTS, "rest")
-            }
-        return counted
+            file = f"--callgrind-out-file={folder}/{messages}"
+            core = [str(_core.__file__), str(messages), str(emulator.cuda), str(emulator.nccl)]
+            command = ["valgrind", "--tool=callgrind", "--separate-threads=yes", file, sys.executable]
+            done = subprocess.run(
+                [*command, str(HERE / "nccl_core.py"), *core],
+                env=_environment(emulator),
+                capture_output=True,
+                text=True,
+                timeout=900,
+                check=False,
+            )
+            if done.returncode != 0:
+                raise SystemExit(f"valgrind ended with {done.returncode}: {done.stderr[-2000:]}")
+        return {
+            thread: round(
+                (_of_core(Path(folder) / f"{many}-{number}") - _of_core(Path(folder) / f"{few}-{number}"))
+                / (many - few)
+            )
+            for thread, number in _THREADS.items()
+        }
 
 
-def _by_object(path: Path) -> dict[str, int]:
-    """Instructions of each kind of library, without those of what it calls."""
-    totals: dict[str, int] = {}
+def _of_core(path: Path) -> int:
+    """What the core executed, and the C and C++ libraries for it."""
     names: dict[str, str] = {}
-    kind, skip = "rest", False
+
+    def name_of(text: str) -> str:
+        number, _, name = text.partition(" ")
+        if name:
+            names[number] = name
+        return names[number]
+
+    total, here, called, is_call = 0, "", "", False
     for line in path.read_text(errors="replace").splitlines():
         if line.startswith("ob="):
-            found = re.match(r"ob=(\(\d+\))\s*(.*)", line)
-            if found is None:
-                continue
-            number, name = found.groups()
-            names[number] = name or names.get(number, "")
-            kind = next((what for what, pattern in _OBJECTS.items() if re.search(pattern, names[number])), "rest")
+            here = called = name_of(line[3:])
+        elif line.startswith("fn="):
+            called = here
         elif line.startswith("cob="):
-            found = re.match(r"cob=(\(\d+\))\s*(.+)", line)
-            if found is not None:
-                names[found.group(1)] = found.group(2)
+            called = name_of(line[4:])
         elif line.startswith("calls="):
-            skip = True  # the next line is what was called
+            is_call = True  # the next line has what the callee took
         elif re.match(r"[+\-*\d]", line):
-            if skip:
-                skip = False
-                continue
-            totals[kind] = totals.get(kind, 0) + int(line.split()[1])
-    return totals
+            where = called if is_call else here
+            if "_core.cpython" in here and (not is_call or re.search(r"libc\.|libstdc|libpthread|ld-linux", where)):
+                total += int(line.split()[1])
+            if is_call:
+                is_call, called = False, here
+    return total
 
 
 if __name__ == "__main__":

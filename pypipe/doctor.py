@@ -12,8 +12,6 @@ import platform
 import sys
 from dataclasses import asdict, dataclass, field
 
-import click
-
 __all__ = ["Library", "Report", "inspect", "main"]
 
 _COMMUNICATOR_TIMEOUT = 60.0  # seconds; a first communicator takes a few
@@ -78,7 +76,7 @@ def main(as_json: bool) -> int:
     # NCCL_DEBUG makes NCCL write to the standard output, which is for the report.
     os.environ.setdefault("NCCL_DEBUG_FILE", "/dev/stderr")
     report = inspect()
-    click.echo(json.dumps(asdict(report)) if as_json else _text(report))
+    print(json.dumps(asdict(report)) if as_json else _text(report))
     return 0 if report.healthy else 1
 
 

@@ -13,6 +13,8 @@
 #include <csignal>
 #include <cstring>
 #include <exception>
+#include <functional>
+#include <span>
 #include <thread>
 #include <utility>
 
@@ -38,7 +40,9 @@ Written write_all(int fd, std::span<const iovec> parts, int descriptor, std::chr
                   const std::function<bool()>& give_up) {
   bool begun = false;
   bool given_up = false;
-  std::vector<iovec> left(parts.begin(), parts.end());
+  std::array<iovec, 2> remaining{};  // a header and a payload
+  std::ranges::copy(parts, remaining.begin());
+  std::span<iovec> left = std::span(remaining).first(parts.size());
   bool pass_descriptor = descriptor >= 0;
   while (!left.empty()) {
     msghdr message{};
@@ -73,7 +77,7 @@ Written write_all(int fd, std::span<const iovec> parts, int descriptor, std::chr
     auto done = static_cast<std::size_t>(sent);
     while (!left.empty() && done >= left.front().iov_len) {
       done -= left.front().iov_len;
-      left.erase(left.begin());
+      left = left.subspan(1);
     }
     if (!left.empty()) {
       left.front().iov_base = static_cast<char*>(left.front().iov_base) + done;
@@ -140,7 +144,7 @@ void Hub::send(int peer, FrameType type, std::uint32_t channel, std::uint64_t va
   try {
     const std::scoped_lock lock(to.writing);
     if (closing_) throw Error(Fault::usage, "the control connection of this rank is closed");
-    written = write(to, std::span(parts).first(payload.empty() ? 1 : 2), descriptor, deadline, [&] {
+    const auto give_up = [&] {
       if (failed_.load(std::memory_order_acquire) || closing_ || to.state != State::present) return true;
       try {
         if (patience.interruption) patience.interruption();
@@ -148,7 +152,8 @@ void Hub::send(int peer, FrameType type, std::uint32_t channel, std::uint64_t va
         interrupted = std::current_exception();
       }
       return interrupted != nullptr;
-    });
+    };
+    written = write(to, std::span(parts).first(payload.empty() ? 1 : 2), descriptor, deadline, std::cref(give_up));
     if (interrupted) std::rethrow_exception(interrupted);
   } catch (const Error& error) {
     if (error.fault() != Fault::system) throw;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <string>
 #include <string_view>
@@ -54,7 +55,7 @@ std::byte* NcclSendLink::staging(std::size_t bytes) {
 }
 
 NcclSendLink::Outgoing NcclSendLink::prepare(const Envelope& envelope, std::span<const Part> parts, Stream stream) {
-  const bool packed = parts.size() > 1 || parts.front().offset != 0;
+  const bool packed = parts.size() > 1;
   const std::byte* const area = packed ? staging(envelope.bytes) : nullptr;
   // After the allocation: fresh memory may still be in use by earlier work of the compute stream.
   made_.record(handle(stream));
@@ -62,6 +63,7 @@ NcclSendLink::Outgoing NcclSendLink::prepare(const Envelope& envelope, std::span
   if (!packed) return {parts.front().data, envelope.bytes};
   const cuda::Api& cuda = *edge_->cuda();
   for (const Part& part : parts) {
+    if (part.bytes == 0) continue;
     cuda.check(cuda.copy_async(device_pointer(area + part.offset), device_pointer(part.data), part.bytes,
                                edge_->stream().handle()));
   }
@@ -79,18 +81,16 @@ std::uint64_t NcclSendLink::send(const Envelope& envelope, std::span<const Part>
   hub_.send(peer_, FrameType::envelope, link_, 0,
             std::string_view(reinterpret_cast<const char*>(&envelope), sizeof(envelope)), patience);
   messages_ += 1;
-  std::vector<Part> filled;
-  std::ranges::copy_if(parts, std::back_inserter(filled), [](const Part& part) { return part.bytes > 0; });
-  if (filled.empty()) {
+  if (std::ranges::all_of(parts, [](const Part& part) { return part.bytes == 0; })) {
     operations_.push_back(0);
     return messages_;
   }
-  const Outgoing message = prepare(envelope, filled, stream);
+  const Outgoing message = prepare(envelope, parts, stream);
   const auto enqueued = [this, message](nccl::CommunicatorHandle communicator, cuda::StreamHandle on) {
     enqueue(message, communicator, on);
   };
   if (!group_) {
-    operations_.push_back(edge_->run(enqueued, patience));
+    operations_.push_back(edge_->run(std::cref(enqueued), patience));
     return messages_;
   }
   std::uint64_t& operation = operations_.emplace_back(not_started);
@@ -126,17 +126,15 @@ NcclReceiveLink::NcclReceiveLink(Hub& hub, int peer, std::uint32_t link, std::sh
       edge_(std::move(edge)),
       allocate_(std::move(allocate)),
       group_(std::move(group)),
-      events_(std::make_shared<cuda::EventPool>(edge_->cuda())) {
+      events_(edge_->cuda()) {
   for (const auto& [channel, count] : slots) lanes_[channel].slots = count;
 }
 
 NcclReceiveLink::~NcclReceiveLink() = default;
 
-std::shared_ptr<cuda::Event> NcclReceiveLink::event() {
-  return {new cuda::Event(events_->take()), [pool = events_](cuda::Event* used) {
-            pool->give_back(std::move(*used));
-            delete used;
-          }};
+void NcclReceiveLink::await(cuda::Event event, cuda::StreamHandle stream) {
+  event.hold_up(stream);
+  events_.give_back(std::move(event));  // the wait took what was recorded until now
 }
 
 bool NcclReceiveLink::has_room(const Envelope& envelope) const {
@@ -184,11 +182,11 @@ void NcclReceiveLink::grow(Lane& lane, std::size_t bytes, Stream stream) {
   // The registration goes before the memory does.
   lane.memory = {memory.get(), [memory, registration, edge = edge_](void*) { edge->deregister_memory(registration); }};
   // Fresh memory may still be in use by earlier work of the compute stream.
-  const std::shared_ptr<cuda::Event> given = event();
-  given->record(handle(stream));
-  given->hold_up(edge_->stream().handle());
+  cuda::Event given = events_.take();
+  given.record(handle(stream));
+  await(std::move(given), edge_->stream().handle());
   lane.free.clear();
-  for (std::uint32_t index = lane.slots; index > 0; --index) lane.free.push_back({index - 1, nullptr});
+  for (std::uint32_t index = lane.slots; index > 0; --index) lane.free.push_back({index - 1, std::nullopt});
 }
 
 NcclReceiveLink::Started& NcclReceiveLink::place(const Envelope& envelope, Stream stream) {
@@ -198,13 +196,13 @@ NcclReceiveLink::Started& NcclReceiveLink::place(const Envelope& envelope, Strea
   }
   Lane& lane = lanes_[envelope.channel];
   if (lane.generation == 0 || envelope.bytes > lane.bytes) grow(lane, envelope.bytes, stream);
-  const Place place = std::move(lane.free.back());
+  Place place = std::move(lane.free.back());
   lane.free.pop_back();
   lane.alive += 1;
   auto* const data = static_cast<std::byte*>(lane.memory.get()) + std::size_t{place.index} * lane.bytes;
-  if (envelope.bytes > 0 && place.read) place.read->hold_up(edge_->stream().handle());
+  if (envelope.bytes > 0 && place.read) await(*std::move(place.read), edge_->stream().handle());
   const Slot slot{envelope.channel, lane.generation, place.index, data, lane.bytes, lane.memory};
-  return started_.emplace_back(Started{Arrival{envelope, slot}, nullptr});
+  return started_.emplace_back(Started{Arrival{envelope, slot}, std::nullopt});
 }
 
 void NcclReceiveLink::enqueue(const Arrival& message, nccl::CommunicatorHandle communicator,
@@ -214,16 +212,17 @@ void NcclReceiveLink::enqueue(const Arrival& message, nccl::CommunicatorHandle c
 }
 
 void NcclReceiveLink::note_arrival(Started& message) {
-  message.arrived = event();
+  message.arrived = events_.take();
   message.arrived->record(edge_->stream().handle());
 }
 
 void NcclReceiveLink::start(const Envelope& envelope, Stream stream, const Patience& patience) {
   Started& message = place(envelope, stream);
   if (envelope.bytes == 0) return;
-  edge_->run([this, &message](nccl::CommunicatorHandle communicator,
-                              cuda::StreamHandle on) { enqueue(message.arrival, communicator, on); },
-             patience);
+  const auto enqueued = [&](nccl::CommunicatorHandle communicator, cuda::StreamHandle on) {
+    enqueue(message.arrival, communicator, on);
+  };
+  edge_->run(std::cref(enqueued), patience);
   note_arrival(message);
 }
 
@@ -237,7 +236,7 @@ Arrival NcclReceiveLink::receive(Stream stream, const Patience& patience) {
   }
   Started next = std::move(started_.front());
   started_.pop_front();
-  if (next.arrived) next.arrived->hold_up(handle(stream));
+  if (next.arrived) await(*std::move(next.arrived), handle(stream));
   return std::move(next.arrival);
 }
 
@@ -245,8 +244,8 @@ void NcclReceiveLink::release(const Slot& slot, Stream stream) {
   Lane& lane = lanes_[slot.channel];
   lane.alive -= 1;
   if (slot.generation != lane.generation) return;  // of memory that has been outgrown
-  std::shared_ptr<cuda::Event> read = event();
-  read->record(handle(stream));
+  cuda::Event read = events_.take();
+  read.record(handle(stream));
   lane.free.push_back({slot.index, std::move(read)});
 }
 

@@ -17,6 +17,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -89,7 +90,7 @@ class NcclReceiveLink final : public ReceiveLink {
  private:
   struct Place {
     std::uint32_t index;
-    std::shared_ptr<cuda::Event> read;  // the last reader of the slot; nothing for a slot never used
+    std::optional<cuda::Event> read;  // the last reader of the slot; nothing for a slot never used
   };
   struct Lane {
     std::uint32_t slots = 0;
@@ -101,7 +102,7 @@ class NcclReceiveLink final : public ReceiveLink {
   };
   struct Started {
     Arrival arrival;
-    std::shared_ptr<cuda::Event> arrived;
+    std::optional<cuda::Event> arrived;
   };
   [[nodiscard]] bool has_room(const Envelope& envelope) const;
   void start(const Envelope& envelope, Stream stream, const Patience& patience);
@@ -111,7 +112,8 @@ class NcclReceiveLink final : public ReceiveLink {
   void note_arrival(Started& message);
   [[nodiscard]] Envelope take(const Patience& patience);
   void grow(Lane& lane, std::size_t bytes, Stream stream);
-  [[nodiscard]] std::shared_ptr<cuda::Event> event();
+  // Lets a stream wait for what an event holds, which is then free for another use.
+  void await(cuda::Event event, cuda::StreamHandle stream);
 
   Hub& hub_;
   const int peer_;
@@ -120,7 +122,7 @@ class NcclReceiveLink final : public ReceiveLink {
   Allocate allocate_;
   std::shared_ptr<NcclGroup> group_;
   std::map<std::uint32_t, Lane> lanes_;
-  std::shared_ptr<cuda::EventPool> events_;
+  cuda::EventPool events_;
   std::deque<Envelope> waiting_;  // announced, but there was no room yet
   std::deque<Started> started_;
 };

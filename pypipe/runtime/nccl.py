@@ -49,6 +49,7 @@ class NcclSendPort:
         self._device = device
         self._patience = patience
         self._leaving: deque[tuple[int, Sequence[Tensor]]] = deque()
+        self._on_gpu = device.type == "cuda"
 
     @property
     def counters(self) -> dict[str, int]:
@@ -63,7 +64,7 @@ class NcclSendPort:
         """Enqueues the transfer, after what the current stream holds."""
         device = self._device
         for tensor in tensors:
-            if tensor.device.type != device.type:
+            if tensor.is_cuda is not self._on_gpu:
                 raise LayoutError(
                     f"this stage runs on {device}, but its output has a tensor on {tensor.device}: "
                     "give PipelineStage the device that the module really uses"

@@ -1,0 +1,80 @@
+"""One send and one receive after another through the core's NCCL link, for a profiler; no torch, no output.
+
+    python benchmarks/nccl_core.py CORE MESSAGES CUDA NCCL
+
+CORE is pypipe's compiled core (`pypipe._core.__file__`), which is loaded without the rest, so that a profiler which
+slows a program down fifty times is done in seconds. CUDA and NCCL are the emulator's libraries. Both ends are in this
+process, over the two ends of one communicator and a pair of sockets. nccl_host.py --instructions calls this.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.machinery
+import importlib.util
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+BYTES = 4096
+SLOTS = 32
+
+
+class _Memory:
+    """What the core asks of a tensor."""
+
+    def __init__(self, size: int) -> None:
+        self._bytes = ctypes.create_string_buffer(size)
+
+    def data_ptr(self) -> int:
+        return ctypes.addressof(self._bytes)
+
+
+def main(path: str, messages: int, cuda_library: str, nccl_library: str) -> None:
+    """Sends so many messages, in batches that fill the slots."""
+    loader = importlib.machinery.ExtensionFileLoader("pypipe._core", path)
+    spec = importlib.util.spec_from_loader("pypipe._core", loader)
+    assert spec is not None
+    core: Any = importlib.util.module_from_spec(spec)
+    loader.exec_module(core)
+    patience = core.Patience(600.0)
+    hubs = core.Hub(0), core.Hub(1)
+    for hub, end, peer in zip(hubs, socket.socketpair(), (1, 0), strict=True):
+        end.setblocking(False)
+        hub.add_peer(peer, end.detach())
+        hub.start()
+    (cuda, _), (nccl, _) = core.open_cuda(cuda_library), core.open_nccl(nccl_library, [])
+    unique_id = nccl.unique_id()
+    edges: dict[int, Any] = {}
+
+    def join(rank: int) -> None:
+        edges[rank] = core.NcclEdge(cuda, nccl, unique_id, rank, core.NcclTraffic.ONE_WAY, "pypipe", 1, 4, patience)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    send_link = core.NcclSendLink(hubs[0], 1, 0, edges[0], _Memory, None)
+    receive_link = core.NcclReceiveLink(hubs[1], 0, 0, edges[1], _Memory, [(0, SLOTS)], None)
+    sender = core.SendChannel(hubs[0], send_link, 1, 0, SLOTS)
+    receiver = core.ReceiveChannel(hubs[1], receive_link, 0, 0, SLOTS)
+    layout = sender.announce("{}", [BYTES], 0, patience)
+    tensor, stream = _Memory(BYTES).data_ptr(), 0
+    for _ in range(messages // SLOTS):
+        for microbatch in range(SLOTS):
+            sender.send(layout, 0, ord("F"), microbatch, 1, SLOTS, [tensor], stream, patience)
+            sender.sent()
+        time.sleep(0.02)  # until all has been announced: what is counted below is no waiting
+        receiver.post(stream, patience)
+        time.sleep(0.02)  # until all has arrived
+        for microbatch in range(SLOTS):
+            receiver.release(receiver.receive(0, ord("F"), microbatch, stream, patience), stream)
+    for hub in hubs:
+        hub.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4])
