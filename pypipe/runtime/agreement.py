@@ -22,7 +22,6 @@ _REMEDIES = {
     "communicators": "install the same NCCL and driver on every rank, or give all of them "
     "PYPIPE_NCCL_COMMUNICATORS=link, or, where all stages are on GPUs, =pair",
     "check": "give every rank's schedule the same check=",
-    "timeout": "give every rank's schedule the same timeout=",
     "program": "give every rank the same program (the same options, the same file)",
 }
 _SETTINGS = tuple(key for key in _REMEDIES if key != "program")

@@ -328,7 +328,6 @@ class Pipeline:
             "loss_fn": settings.loss is not None,
             "scale_grads": settings.scale_grads,
             "check": sorted(settings.checks),
-            "timeout": settings.timeout,
         }
         if program is not None and len(program.chains) > 1:
             card["copies"] = [describe_copy(module) for _, module in settings.pieces]
