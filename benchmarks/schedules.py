@@ -1,12 +1,11 @@
-"""How close each schedule's step comes to its own simulated time, and what an action costs the host.
+"""How close each schedule's step comes to its own simulated time. What an action costs the host: schedules_host.py.
 
     python benchmarks/schedules.py [--json] [--quick] [--rounds N] [--contenders NAME ...]
 
-Part one: P = 4 ranks, M = 16, stages that sleep 5 ms for a rank's share of a microbatch in each of forward,
+P = 4 ranks, M = 16, stages that sleep 5 ms for a rank's share of a microbatch in each of forward,
 input gradient and weight gradient. The simulated time is that of the program with the stages' own mean times,
 measured inside them in the same turn. torch's class of the same name, where it has one, runs the same stages.
-Part two: one rank, stages that compute next to nothing: what a step takes beyond plain autograd, for each
-compute action. Figures are medians over the rounds (smallest-largest).
+Figures are medians over the rounds (smallest-largest).
 """
 
 from __future__ import annotations
@@ -18,17 +17,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from contenders import PACKAGES, BarePipeline
+from contenders import PACKAGES
 from ranks import Span, elapsed, run_ranks, take_turns
 from report import Table, environment, options, ratios, show, spread, summary
 from split_stages import PARTS, SplitSleepStage
-from stages import tiny_stage
 from torch import Tensor, nn
 
 from pypipe.program import Program, build, simulate
 
 P, M, SECONDS = 4, 16, 0.005
-WIDTH, HOST_M = 16, 64
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ def first_element(output: Tensor, target: Tensor) -> Tensor:
     return output.flatten()[0] + 0 * target.sum()
 
 
-class _Running:
+class Running:
     """One row's schedule on this rank, and its stages by their number in the program."""
 
     def __init__(
@@ -114,7 +111,7 @@ def sleeping_rank(
         share = SECONDS * n_ranks / len(program.chains[0].stages)
         held = [number for number, holder in enumerate(program.placement) if holder == rank]
         modules = {number: SplitSleepStage(share) for number in held}
-        running[row] = _Running(package, entry, rank, program, dict(modules), M)
+        running[row] = Running(package, entry, rank, program, dict(modules), M)
         running[row].step(x, y)
     steps = {row: partial(running[row].step, x, y) for row in rows}
     for each in running.values():
@@ -133,7 +130,7 @@ def sleeping_rank(
 
 
 def measure_sleeping(rows: Sequence[str], rounds: int, count: int) -> list[dict[str, Any]]:
-    """Part one, a result for each row."""
+    """A result for each row."""
     timeout = 120 + 3 * len(rows) * (1 + rounds * count)
     ranks = run_ranks(sleeping_rank, P, rows, rounds, count, timeout=timeout)
     results, steps, simulated = [], {}, {}
@@ -162,52 +159,6 @@ def measure_sleeping(rows: Sequence[str], rounds: int, count: int) -> list[dict[
     return results
 
 
-def host_rank(
-    rank: int, n_ranks: int, rows: Sequence[str], rounds: int, count: int
-) -> dict[str, tuple[int, list[Span]]]:
-    """For each row, its compute actions a step and the span of each turn; the rows that are bare come with it."""
-    x, y = torch.randn(HOST_M, WIDTH), torch.randn(HOST_M, WIDTH)
-    steps: dict[str, Any] = {}
-    actions: dict[str, int] = {}
-    running = []
-    for row in rows:
-        package, entry = ROWS[row]
-        program = build(entry.name, 1, HOST_M, **entry.build)
-        modules = {number: tiny_stage(WIDTH) for number in range(program.n_stages)}
-        running.append(_Running(package, entry, rank, program, modules, HOST_M))
-        steps[row] = partial(running[-1].step, x, y)
-        actions[row] = sum(action.kind.is_compute for action in program.compute_only().ranks[0])
-        bare = f"bare {program.n_stages}"
-        if bare not in steps:
-            model = nn.Sequential(*(tiny_stage(WIDTH) for _ in modules))
-            steps[bare] = partial(BarePipeline(model, HOST_M, first_element).step, x, y)
-            actions[bare] = 0
-    for step in steps.values():
-        step()
-    spans: dict[str, list[Span]] = {row: [] for row in steps}
-    for row, span in take_turns(steps, rounds, count):
-        spans[row].append(span)
-    for each in running:
-        each.close()
-    return {row: (actions[row], spans[row]) for row in steps}
-
-
-def measure_host(rows: Sequence[str], rounds: int, count: int) -> list[dict[str, Any]]:
-    """Part two, a result for each row that runs on one rank."""
-    rows = [row for row in rows if ROWS[row][1].name != "dualpipe"]  # takes two ranks
-    (measured,) = run_ranks(host_rank, 1, rows, rounds, count, timeout=300)
-    results = []
-    for row in rows:
-        _, entry = ROWS[row]
-        n_stages = build(entry.name, 1, HOST_M, **entry.build).n_stages
-        actions, spans = measured[row]
-        bare = [elapsed([span]) / count for span in measured[f"bare {n_stages}"][1]]
-        step = [elapsed([span]) / count for span in spans]
-        above = [(a - b) / actions for a, b in zip(step, bare, strict=True)]
-        results.append({"contender": row, "actions": actions, "microseconds_per_action": summary(above, 1e6)})
-    return results
-
-
 def tables(result: dict[str, Any]) -> list[Table]:
     sleeping = [
         [
@@ -220,27 +171,22 @@ def tables(result: dict[str, Any]) -> list[Table]:
         ]
         for row in result["sleeping"]
     ]
-    host = [
-        [row["contender"], str(row["actions"]), spread(row["microseconds_per_action"], 1)] for row in result["host"]
-    ]
     return [
         (
             f"Sleeping stages, P={P}, M={M}, {SECONDS * 1e3:g} ms each of F, I, W",
             ["contender", "step, ms", "simulated, ms", "step / simulated", "step / 1f1b's", "as simulated"],
             sleeping,
         ),
-        (f"Host cost above plain autograd, P=1, M={HOST_M}", ["contender", "actions a step", "µs per action"], host),
     ]
 
 
 def main() -> None:
-    chosen = options("Step over simulated time of every schedule, and the host's cost per action.", list(ROWS))
+    chosen = options("Step over simulated time of every schedule.", list(ROWS))
     result = {
         "benchmark": "schedules",
         "environment": environment(),
         "rounds": chosen.rounds,
         "sleeping": measure_sleeping(chosen.contenders, chosen.rounds, count=1 if chosen.quick else 2),
-        "host": measure_host(chosen.contenders, chosen.rounds, count=3 if chosen.quick else 20),
     }
     show(result, tables(result), chosen.json)
 
