@@ -49,6 +49,8 @@ class Route:
         tag: distinguishes this channel's messages from all others between the two ranks.
         slots: messages that may be under way or in use at once.
         device: where tensors live.
+        buffers: where messages lie as the backend sends and receives them; the same kind of device at both ends, since
+            it decides which of the group's backends carries them.
         patience: how long to wait.
     """
 
@@ -59,6 +61,7 @@ class Route:
     tag: int
     slots: int
     device: torch.device
+    buffers: torch.device
     patience: _core.Patience
 
     @property
@@ -247,7 +250,7 @@ class C10dSendPort:
         if buffer is None or buffer.numel() < size:
             self._counters["allocations"] += 1
             self._counters["slot_bytes"] = max(size, self._counters["slot_bytes"])
-            buffer = torch.empty(self._counters["slot_bytes"], dtype=torch.uint8, device=self._route.device)
+            buffer = torch.empty(self._counters["slot_bytes"], dtype=torch.uint8, device=self._route.buffers)
         return buffer
 
 
@@ -341,7 +344,7 @@ class C10dReceivePort:
         """Buffers of the new size; smaller ones that are in use are dropped when they come back."""
         self._slot_bytes = size
         missing = self._route.slots - self._counters["alive"]
-        self._free = [torch.empty(size, dtype=torch.uint8, device=self._route.device) for _ in range(missing)]
+        self._free = [torch.empty(size, dtype=torch.uint8, device=self._route.buffers) for _ in range(missing)]
         self._counters["allocations"] += 1
 
     def description(self, layout: int) -> str:
@@ -353,6 +356,8 @@ class C10dReceivePort:
         if spec.numel == 0:
             return torch.empty(spec.shape, dtype=spec.dtype, device=self._route.device)
         flat = message.buffer[offset : offset + spec.bytes].view(spec.dtype).data  # a version of its own
+        if self._route.buffers.type != self._route.device.type:
+            flat = flat.to(self._route.device)
         return flat.view(spec.shape) if spec.strides is None else flat.as_strided(spec.shape, spec.strides, 0)
 
     def holds(self, message: _Slot, tensor: Tensor) -> bool:
@@ -364,5 +369,5 @@ class C10dReceivePort:
         self._counters["alive"] -= 1
         buffer = message.buffer
         if buffer.numel() < self._slot_bytes:
-            buffer = torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._route.device)
+            buffer = torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._route.buffers)
         self._free.append(buffer)

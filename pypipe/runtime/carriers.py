@@ -102,7 +102,7 @@ def make(name: str, world: Any, meeting: Meeting, device: torch.device, patience
         return _Shm(meeting.hub, patience)
     if name == "nccl":
         return _Nccl(world, meeting, device, patience)
-    return _C10d(world, meeting.hub, device, patience)
+    return _C10d(world, meeting, device, patience)
 
 
 class _Shm:
@@ -231,14 +231,15 @@ _FIRST_TAG = 1 << 29
 class _C10d:
     holds_back = False
 
-    def __init__(self, world: Any, hub: _core.Hub, device: torch.device, patience: _core.Patience) -> None:
+    def __init__(self, world: Any, meeting: Meeting, device: torch.device, patience: _core.Patience) -> None:
         if world.group is None:
             raise ConfigurationError(
                 f"shared memory does not reach all neighbours of rank {world.rank}, so its messages go through "
                 "torch.distributed: call torch.distributed.init_process_group() before the first step"
             )
         self._world = world
-        self._hub = hub
+        self._hub = meeting.hub
+        self._devices = [card["device"] for card in meeting.cards]
         self._device = device
         self._patience = patience
         self._ports: list[C10dSendPort | C10dReceivePort] = []
@@ -249,7 +250,9 @@ class _C10d:
     def _route(self, peer: int, channel: int, slots: int) -> Route:
         # Meetings of one set of ranks are numbered alike on all of them; channels of one program are few.
         tag = _FIRST_TAG + (self._world.meetings() * 4096 + channel) % (1 << 29)
-        return Route(self._hub, self._world.group, peer, channel, tag, slots, self._device, self._patience)
+        # Between devices of two kinds messages go through the hosts' memory.
+        buffers = self._device if self._devices[peer] == self._device.type else torch.device("cpu")
+        return Route(self._hub, self._world.group, peer, channel, tag, slots, self._device, buffers, self._patience)
 
     def send_port(self, link: Link, channel: int, slots: int) -> SendPort:
         port = C10dSendPort(self._route(link.target_rank, channel, slots))
