@@ -138,3 +138,7 @@ def test_a_transfer_that_fails_or_hangs_ends_the_step_on_every_rank(gpus: RankPo
     for rank, raised in enumerate(gpus.run(3, nccl_cases.dies, what, timeout=60.0)):
         assert raised.startswith(("PipelineError", "RemoteStageError", "PipelineTimeout")), f"rank {rank}: {raised}"
         assert "rank 1" in raised, f"rank {rank}: {raised}"
+
+
+def test_nothing_past_a_tensor_is_read_where_an_empty_one_follows_it(gpus: RankPool) -> None:
+    assert gpus.run(1, nccl_cases.beside_an_empty_one) == [[]]

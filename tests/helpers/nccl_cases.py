@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import sys
@@ -17,6 +18,7 @@ from models import make, twins, unpipelined
 from torch import nn
 
 import pypipe
+from pypipe.runtime.channels import Tag
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "emulator"))
 
@@ -154,3 +156,32 @@ def dies(rank: int, size: int, group: Any, what: str) -> str:
         schedule.close()
         emulator.reset_counters()
     return "nothing was raised"
+
+
+def beside_an_empty_one(rank: int, size: int, group: Any) -> list[str]:
+    """A message of a tensor of 10 bytes and an empty one, whose place in the message begins at byte 64."""
+    emulator = control()
+    emulator.reset_counters()
+    driver = ctypes.CDLL(os.environ["PYPIPE_CUDA_LIBRARY"])
+    memory = ctypes.c_uint64()
+    assert driver.cuMemAlloc_v2(ctypes.byref(memory), ctypes.c_size_t(10)) == 0  # whose bounds the emulator knows
+    tensor = torch.frombuffer((ctypes.c_char * 10).from_address(memory.value), dtype=torch.uint8).fill_(7)
+    loop = self_loop.SelfLoop(torch.device("cpu"))
+    try:
+        sender, receiver = loop.ports(2)
+        tag = Tag(0, self_loop.FORWARD, 0, 0, 0)
+        layout = sender.announce("{}", [10, 0], 0)
+        receiver.post()
+        sender.send(layout, tag, [tensor, torch.empty(0, dtype=torch.uint8)])
+        loop.issue()
+        receiver.release(receiver.receive(tag))
+        sender.finish()
+    finally:
+        loop.close()
+    found = hazards(emulator, rank)
+    emulator.reads(memory.value, 64, "a reader of too much")
+    if emulator.hazards("bounds") == 0:
+        found.append("the emulator saw nothing of a read that leaves the tensor")
+    assert driver.cuMemFree_v2(memory) == 0
+    emulator.reset_counters()
+    return found
