@@ -72,6 +72,7 @@ class Batch:
         training: bool,
     ) -> None:
         self._specs = specs
+        self.merge_spec = specs.output
         self._n_microbatches = n_microbatches
         self._entrances: list[_Entrance] = []
         if training:

@@ -22,6 +22,7 @@ from pypipe.runtime.channels import ReceiveChannel, Received, SendChannel
 from pypipe.runtime.checks import require_finite
 from pypipe.runtime.loans import GradientLoans, Loan
 from pypipe.runtime.local import Handed, LocalChannel
+from pypipe.runtime.microbatches import require_mergeable
 from pypipe.runtime.split import SplitBackward, WeightWork
 
 __all__ = ["StageExecution"]
@@ -167,6 +168,8 @@ class StageExecution:
                 self._loss_graphs[microbatch] = loss
             self.losses[microbatch] = _kept(loss.detach(), received)
         if self._keep_results:
+            if not self.results:  # a spec that does not fit is an error of this step on every rank
+                require_mergeable(output, self._batch.merge_spec)
             self.results[microbatch] = _kept(_detached(output), received)
 
     def _check_loss(self, loss: Any) -> None:

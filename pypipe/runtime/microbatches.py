@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from pypipe.errors import InputError
 
-__all__ = ["Reduce", "Replicate", "TensorChunkSpec", "length", "merge", "sizes", "split"]
+__all__ = ["Reduce", "Replicate", "TensorChunkSpec", "length", "merge", "require_mergeable", "sizes", "split"]
 
 
 class TensorChunkSpec:
@@ -253,6 +253,24 @@ def merge(outputs: Sequence[Any], spec: Any) -> Any:
     return pytree.tree_unflatten(merged, structure)
 
 
+def require_mergeable(output: Any, spec: Any) -> None:
+    """Whether one microbatch's output is such that merge() has a use for it, as far as one output can tell.
+
+    Raises:
+        InputError: the spec does not fit.
+    """
+    if isinstance(output, Tensor) and isinstance(spec, (tuple, list)) and len(spec) == 1:
+        spec = spec[0]
+    for value, its_spec in zip(pytree.tree_leaves(output), _broadcast_merge(spec, output), strict=True):
+        if isinstance(value, Tensor) and not hasattr(its_spec, "reduce_fn") and not _is_replicate(its_spec):
+            dim = _merge_dim(its_spec)
+            if value.dim() and not -value.dim() <= dim < value.dim():
+                raise InputError(
+                    f"a microbatch's output has the shape {tuple(value.shape)}, which cannot be joined along dimension "
+                    f"{dim}: pass an output_merge_spec that fits it, or return_outputs=False and use the losses"
+                )
+
+
 def _broadcast_merge(spec: Any, output: Any) -> list[Any]:
     if hasattr(spec, "reduce_fn") or isinstance(spec, str):
         return [spec] * len(pytree.tree_leaves(output))
@@ -264,6 +282,13 @@ def _broadcast_merge(spec: Any, output: Any) -> list[Any]:
     if isinstance(output, (tuple, list)) and isinstance(spec, (tuple, list)) and len(spec) == len(output):
         return [leaf for part, value in zip(spec, output, strict=True) for leaf in _broadcast_merge(part, value)]
     return _broadcast(spec, output, "the output")
+
+
+def _merge_dim(spec: Any) -> int:
+    dim = 0 if spec is None else spec if isinstance(spec, int) else getattr(spec, "split_dim", None)
+    if not isinstance(dim, int):
+        raise InputError(f"the merge spec {spec!r} is none: use TensorChunkSpec(dim), Replicate(), Reduce(...) or None")
+    return dim
 
 
 def _merge_leaf(values: list[Any], spec: Any) -> Any:
@@ -283,9 +308,7 @@ def _merge_leaf(values: list[Any], spec: Any) -> Any:
             f"the outputs of microbatches 0 and {other} differ ({type(values[0]).__name__} and "
             f"{type(values[other]).__name__}), so they cannot be merged: pass return_outputs=False and use the losses"
         )
-    dim = 0 if spec is None else spec if isinstance(spec, int) else getattr(spec, "split_dim", None)
-    if not isinstance(dim, int):
-        raise InputError(f"the merge spec {spec!r} is none: use TensorChunkSpec(dim), Replicate(), Reduce(...) or None")
+    dim = _merge_dim(spec)
     try:
         return torch.stack(values) if values[0].dim() == 0 else torch.cat(values, dim)
     except (RuntimeError, IndexError) as error:

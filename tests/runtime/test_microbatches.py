@@ -302,3 +302,36 @@ def test_outputs_that_cannot_be_joined_are_an_error_with_a_remedy(
         microbatches.merge(chunks, spec)
     for word in words:
         assert word in str(caught.value), f"{word!r} is not in {str(caught.value)!r}"
+
+
+@pytest.mark.parametrize(
+    ("output", "spec", "words"),
+    [
+        (numbered(2, 2), TensorChunkSpec(2), ["dimension 2", "(2, 2)"]),
+        (numbered(2, 2), {"x": 0}, ["output"]),
+        ((numbered(2), {"a": numbered(2)}), (None, {"b": 1}), ["['b']"]),
+        (numbered(2), ("rows",), ["'rows'"]),
+    ],
+)
+def test_a_merge_spec_that_fits_no_output_is_refused_with_the_first_one(
+    output: Any, spec: Any, words: list[str]
+) -> None:
+    with pytest.raises(InputError) as caught:
+        microbatches.require_mergeable(output, spec)
+    for word in words:
+        assert word in str(caught.value), f"{word!r} is not in {str(caught.value)!r}"
+
+
+@pytest.mark.parametrize(
+    ("output", "spec"),
+    [
+        (numbered(2, 2), None),
+        (numbered(2, 2), TensorChunkSpec(-1)),
+        (numbered(2, 2), (TensorChunkSpec(1),)),
+        ((torch.tensor(1.0), {"a": numbered(2), "b": 3}), (None, {"a": microbatches.Replicate()})),
+        (torch.tensor(1.0), None),
+    ],
+)
+def test_a_merge_spec_that_fits_is_let_be(output: Any, spec: Any) -> None:
+    microbatches.require_mergeable(output, spec)
+    microbatches.merge([output, output], spec)
