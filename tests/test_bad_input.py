@@ -122,6 +122,7 @@ CALLED_WRONGLY = [
     ("losses_without_a_loss_function", 2, "InputError", ["losses="], "loss_fn"),
     ("args_chunk_spec_with_a_dimension_too_many", 0, "InputError", ["args", "dimension 2"], "chunk spec"),
     ("args_chunk_spec_for_two_arguments", 0, "InputError", ["2 chunk specs", "args"], "1 value"),
+    ("output_merge_spec_that_fits_nothing", 2, "InputError", ["output_merge_spec", "Tensor"], "nested as the output"),
     ("args_chunk_spec_that_is_none", 0, "InputError", ["'rows'"], "TensorChunkSpec"),
     ("kwargs_chunk_spec_for_an_unknown_name", 1, "InputError", ["fctr"], "no such argument"),
 ]

@@ -281,7 +281,14 @@ def _broadcast_merge(spec: Any, output: Any) -> list[Any]:
         return [leaf for key in output for leaf in _broadcast_merge(spec.get(key), output[key])]
     if isinstance(output, (tuple, list)) and isinstance(spec, (tuple, list)) and len(spec) == len(output):
         return [leaf for part, value in zip(spec, output, strict=True) for leaf in _broadcast_merge(part, value)]
-    return _broadcast(spec, output, "the output")
+    if spec is None or isinstance(spec, int) or hasattr(spec, "split_dim") or _is_replicate(spec):
+        return [spec] * len(pytree.tree_leaves(output))
+    if isinstance(output, (tuple, list)) and isinstance(spec, (tuple, list)):
+        raise InputError(f"output_merge_spec has {len(spec)} specs for an output of {len(output)} values")
+    raise InputError(
+        f"output_merge_spec has {spec!r} for an output that is a {type(output).__name__}: give a TensorChunkSpec(dim), "
+        "Replicate() or Reduce(...) for each of its tensors, nested as the output is, or None"
+    )
 
 
 def _merge_dim(spec: Any) -> int:

@@ -145,6 +145,11 @@ def args_chunk_spec_for_two_arguments(s: Setup) -> None:
 
 
 @case
+def output_merge_spec_that_fits_nothing(s: Setup) -> None:
+    s.options["output_merge_spec"] = {"x": pypipe.TensorChunkSpec(0)}
+
+
+@case
 def args_chunk_spec_that_is_none(s: Setup) -> None:
     s.options["args_chunk_spec"] = ("rows",)
 
