@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import signal_script
@@ -75,3 +76,49 @@ def test_one_signal_ends_all_ranks(
     for rank in ranks:
         with pytest.raises(ProcessLookupError):
             os.killpg(rank.pid, 0)
+
+
+def _descendants(pid: int) -> list[int]:
+    children = [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return children + [below for child in children for below in _descendants(child)]
+
+
+def _shared_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if "pypipe" in name}
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "killed"])
+def test_under_torchrun_nothing_is_left(number: signal.Signals, tmp_path: Path) -> None:
+    """Ctrl-C reaches all processes, SIGKILL one rank."""
+    before = _shared_memory()
+    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    launcher = subprocess.Popen(
+        [*command, signal_script.__file__],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert launcher.stdout is not None
+    try:
+        for _ in range(RANKS):
+            assert launcher.stdout.readline() == "training\n"
+        ranks = _descendants(launcher.pid)
+        if number is signal.SIGINT:
+            os.killpg(launcher.pid, number)
+        else:
+            os.kill(ranks[-1], number)
+        errors = launcher.communicate(timeout=120)[1]
+    finally:
+        launcher.kill()
+        launcher.wait()
+    assert len(ranks) >= RANKS
+    for rank in ranks:
+        with pytest.raises(ProcessLookupError):
+            os.kill(rank, 0)
+    assert errors.count("Traceback") <= RANKS + 1, errors  # each rank's, and the launcher's own
+    assert number is not signal.SIGKILL or "is gone" in errors, errors
+    assert not [name for name in os.listdir(tmp_path) if "pypipe" in name]
+    assert _shared_memory() <= before
