@@ -11,7 +11,7 @@ import trace_cases as cases
 from rank_pool import RankPool
 from trace_format import complaints
 
-from pypipe.program import Action, Kind, Program, build
+from pypipe.program import Action, Kind, Program, build, builder_names, lower, verify
 from pypipe.program.drawing import read_chrome_trace
 
 Rows = list[list[tuple[str, float, float]]]
@@ -61,12 +61,15 @@ def test_every_rank_sees_what_all_ranks_did(
     assert found[0]["parts"][2] >= -1e-9
 
 
-@pytest.mark.parametrize("name", ["interleaved", "zbv"])
-def test_several_stages_of_a_rank_and_halves_of_backwards_are_traced(name: str, ranks: RankPool) -> None:
-    program = build(name, 2, 4)
+@pytest.mark.parametrize("name", builder_names())
+def test_every_schedule_s_trace_shows_the_live_activations_that_the_verifier_counts(name: str, ranks: RankPool) -> None:
+    options = {"effort": 0.01} if name == "auto" else {}
+    program = build(name, 2, 4, **options)
     first, second = ranks.run(2, cases.several_stages, program)
     assert first == second
-    check(first, program)
+    rows, peaks = first
+    check(rows, program)
+    assert tuple(peaks) == verify(lower(program)).peak_activations
 
 
 def test_a_device_s_clock_is_told_of_each_action_and_its_message(ranks: RankPool) -> None:

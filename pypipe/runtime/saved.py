@@ -13,6 +13,8 @@ __all__ = ["Packed", "drop_saved", "drop_weights", "packed", "saves"]
 
 # Whether this torch can say that hooks packed a saved tensor.
 _sees_packing = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
+# Whether it can say that nothing was saved.
+_sees_nothing = hasattr(torch._C._autograd.SavedTensor, "data")
 
 
 class Packed(enum.Enum):
@@ -69,7 +71,7 @@ def drop_saved(node: Any) -> None:
     registered for what was saved, and pack it into nothing.
     """
     for saved in _saved_by(node):
-        if _sees_packing and saved.data is None:  # cheaper than the error
+        if _sees_nothing and saved.data is None:  # cheaper than the error
             continue
         try:
             saved.register_hooks(_forget, _forgotten)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from collections.abc import Sequence
@@ -202,16 +203,20 @@ def failed(rank: int, size: int, group: Any) -> tuple[str, str]:
         return error, said(lambda: trace.timelines)
 
 
-def several_stages(rank: int, size: int, group: Any, program: Program) -> list[list[tuple[str, float, float]]]:
-    """Traces a program with several stages a rank."""
-    modules, make_batch, loss_fn = make("mlp", program.n_stages, seed=3)
+def several_stages(
+    rank: int, size: int, group: Any, program: Program
+) -> tuple[list[list[tuple[str, float, float]]], list[int]]:
+    """Traces a program with several stages a rank; its timeline, and the live activations that it shows."""
+    pieces = len(program.chains[0].stages)
+    modules, make_batch, loss_fn = make("mlp", pieces, seed=3)
+    held = [program.piece_of(stage) for stage, holder in enumerate(program.placement) if holder == rank]
     stages = [
-        pypipe.PipelineStage(modules[index], index, program.n_stages, CPU, group=group)
-        for index, holder in enumerate(program.placement)
-        if holder == rank
+        # Of two copies of the model, a rank holds a piece of either.
+        pypipe.PipelineStage(copy.deepcopy(modules[piece]), piece, pieces, CPU, group=group)
+        for piece in held
     ]
     x, y = make_batch(8)
     with pypipe.Schedule(program, stages, program.n_microbatches, loss_fn, timeout=TIMEOUT) as schedule:
         with schedule.trace() as trace:
             schedule.step(x, target=y)
-        return plain(trace.timeline)
+        return plain(trace.timeline), list(trace.timeline.peak_activations)
