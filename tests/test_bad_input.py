@@ -191,6 +191,9 @@ def test_what_a_stage_raises_is_raised_there_and_told_to_every_rank(
         origin_seen = {key: seen.origin[key] for key in ("rank", "stage", "action", "microbatch")}
         assert origin_seen == {"rank": origin, "stage": origin, "action": action, "microbatch": microbatch}
         assert "Traceback" in seen.origin["remote_traceback"]
+        assert "runtime/executor.py" not in seen.origin["remote_traceback"], (
+            "pypipe's own frames stand before the user's"
+        )
         assert "bad_input_setup.py" in seen.origin["remote_traceback"] or len(seen.text) > 20_000
     _check_common(everyone)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import traceback
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from pypipe import _core
@@ -53,6 +54,14 @@ def is_inside_pypipe(error: BaseException) -> bool:
     return bool(frames) and Path(frames[-1][0].f_code.co_filename).is_relative_to(_PACKAGE)
 
 
+def _without_own_frames(error: BaseException) -> TracebackType | None:
+    """The traceback from where this package called a stage, a loss or a hook: how it came there says nothing."""
+    frames = error.__traceback__
+    while frames is not None and Path(frames.tb_frame.f_code.co_filename).is_relative_to(_PACKAGE):
+        frames = frames.tb_next
+    return frames or error.__traceback__
+
+
 def report(
     hub: _core.Hub,
     rank: int,
@@ -62,12 +71,13 @@ def report(
     stage: int | None = None,
 ) -> None:
     """Makes `error` the first cause, unless there is one, and tells the other ranks."""
+    frames = _without_own_frames(error)
     try:
-        text = "".join(traceback.format_exception(error))
+        text = "".join(traceback.format_exception(type(error), error, frames))
         message = str(error)
     except Exception:  # an exception may fail to print itself
         message = f"a {type(error).__name__} that cannot be printed"
-        text = "Traceback (most recent call last):\n" + "".join(traceback.format_tb(error.__traceback__)) + message
+        text = "Traceback (most recent call last):\n" + "".join(traceback.format_tb(frames)) + message
     kinds: dict[type[BaseException], str] = {PipelineTimeout: "timeout", PeerLost: "left"}
     cause = {
         # What is no rank's own fault is raised on the others as what it is.
