@@ -12,7 +12,7 @@ import campaign_runner
 import pytest
 from rank_pool import RankPool
 
-DEFAULTS = {"shm": 200, "c10d": 70, "nccl": 50}
+DEFAULTS = {"shm": 200, "c10d": 70, "nccl": 30}
 CASES = {link: int(os.environ.get("PYPIPE_FAULTS", count)) for link, count in DEFAULTS.items()}
 FIRST = int(os.environ.get("PYPIPE_FAULTS_FIRST", "0"))
 
