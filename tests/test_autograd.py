@@ -124,6 +124,7 @@ def test_a_compiled_stage_gets_the_gradients_of_plain_pytorch(ranks: RankPool) -
 
 @pytest.mark.parametrize("order", ["eval first", "eval between", "eval last"])
 @pytest.mark.parametrize("mode", ["plain", "no_grad", "inference_mode", "module.eval()"])
-def test_eval_touches_nothing_whenever_it_comes(ranks: RankPool, order: str, mode: str) -> None:
-    found = [text for texts in ranks.run(3, autograd_eval.evaluate, order, mode) for text in texts]
+@pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleZBH1"])
+def test_eval_touches_nothing_whenever_it_comes(ranks: RankPool, order: str, mode: str, schedule: str) -> None:
+    found = [text for texts in ranks.run(3, autograd_eval.evaluate, order, mode, schedule) for text in texts]
     assert not found, "\n".join(found)

@@ -234,8 +234,9 @@ class _WeightCaller:
 
     def __init__(self) -> None:
         self._pending: list[tuple[list[_Call], list[GradientEdge], list[Tensor]]] = []
-        self._zero = (torch.zeros(()),)
-        with torch.enable_grad():
+        # A pipeline may be connected by an eval() under inference_mode, and train later.
+        with torch.inference_mode(False), torch.enable_grad():
+            self._zero = (torch.zeros(()),)
             node = torch.zeros((), requires_grad=True).view(()).grad_fn
         assert node is not None
         node.register_prehook(partial(_call, self._pending))

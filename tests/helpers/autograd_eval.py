@@ -35,7 +35,7 @@ def compare_compiled(rank: int, size: int, group: Any) -> list[str]:
     return found
 
 
-def evaluate(rank: int, size: int, group: Any, order: str, mode: str) -> list[str]:
+def evaluate(rank: int, size: int, group: Any, order: str, mode: str, name: str) -> list[str]:
     """Training steps with an eval() somewhere; what differs from the same steps without it, or from the model."""
     found: list[str] = []
     torch.manual_seed(0)
@@ -84,7 +84,7 @@ def evaluate(rank: int, size: int, group: Any, order: str, mode: str) -> list[st
         elif output is not None or losses:
             found.append(f"rank {rank} got an output")
 
-    with pypipe.Schedule1F1B(stage, n_microbatches=3, loss_fn=mse, timeout=10) as schedule:
+    with getattr(pypipe, name)(stage, n_microbatches=3, loss_fn=mse, timeout=10) as schedule:
         for step, batch in enumerate(batches):
             if order == "eval first" or (order == "eval between" and step):
                 evaluate_once()
