@@ -200,7 +200,10 @@ class Pipeline:
         except BaseException as error:
             if copies is not None:
                 copies.abandon()
-            public = self._fail(error, running.connection, executor if started else None)
+            try:
+                public = self._fail(error, running.connection, executor if started else None)
+            except KeyboardInterrupt:  # while the end of another rank's step was being told
+                raise KeyboardInterrupt from None
             try:
                 if public is not error:
                     raise public from None

@@ -88,7 +88,8 @@ class RankPool:
         self._folder = tempfile.TemporaryDirectory(prefix="pypipe-test-")
         context = multiprocessing.get_context(self._method)
         if self._method == "forkserver":
-            context.set_forkserver_preload(["torch.distributed", "pypipe"])
+            # Not pypipe: the server looks for modules where it was started, and the clone's pypipe has no core.
+            context.set_forkserver_preload(["torch.distributed"])
         for rank in range(self._size):
             mine, theirs = context.Pipe()
             process = context.Process(

@@ -15,7 +15,7 @@ constexpr std::size_t small = 4096;
 // A hang is to be seen soon where it is planted, and never where the machine is merely slow.
 void patience(bool planted, std::size_t bytes = staging) {
   knob("staging", bytes);
-  knob("hang_ms", planted ? 250 : 60000);
+  knob("hang_ms", planted ? 600 : 60000);
 }
 
 // Waits for the streams; if the planted hang was reported, aborts.
