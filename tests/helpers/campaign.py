@@ -106,8 +106,9 @@ class Trial:
             with self.schedule(PATIENCE, None) as new:
                 seen.after = self.step(new)
         campaign_faults.forget_sockets()
-        # A Work of c10d that the other rank never took up cannot be ended: its thread stays, with nothing else.
-        threads = ("thread python",) if self.case.link == "c10d" else ()
+        # A Work of c10d that the other rank never took up cannot be ended: its thread stays, with nothing else. And
+        # gloo has threads of its own.
+        threads = ("thread python", "thread pt_gloo") if self.case.link == "c10d" else ()
         seen.left = leftovers.left(before, without=threads)
         return seen
 
