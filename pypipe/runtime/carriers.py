@@ -206,7 +206,7 @@ class _Nccl:
     def _watch(self) -> None:
         if self._watchdog is None:
             # Later than a host that waits gives up: its error shows what every rank was doing.
-            seconds = self._patience.timeout + max(1.0, 0.1 * self._patience.timeout)
+            seconds = self._patience.timeout + max(5.0, 0.1 * self._patience.timeout)
             self._watchdog = _core.NcclWatchdog(self._hub, list(self._edges.values()), seconds)
 
     def send_port(self, link: Link, channel: int, slots: int) -> SendPort:
