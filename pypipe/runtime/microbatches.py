@@ -119,9 +119,14 @@ def _leaves(tree: Any, spec: Any, path: str) -> tuple[list[_Leaf], pytree.TreeSp
     return leaves, structure
 
 
+def _is_chunk_spec(spec: Any) -> bool:
+    """Whether it is one spec, and no tree of them; None and a number say a dimension."""
+    return spec is None or isinstance(spec, int) or hasattr(spec, "split_dim") or _is_replicate(spec)
+
+
 def _broadcast(spec: Any, tree: Any, path: str) -> list[Any]:
     """One spec for each leaf of `tree`."""
-    if spec is None or isinstance(spec, int) or hasattr(spec, "split_dim") or _is_replicate(spec):
+    if _is_chunk_spec(spec):
         return [spec] * len(pytree.tree_leaves(tree))
     if isinstance(tree, dict) and isinstance(spec, dict):
         unknown = [key for key in spec if key not in tree]
@@ -281,7 +286,7 @@ def _broadcast_merge(spec: Any, output: Any) -> list[Any]:
         return [leaf for key in output for leaf in _broadcast_merge(spec.get(key), output[key])]
     if isinstance(output, (tuple, list)) and isinstance(spec, (tuple, list)) and len(spec) == len(output):
         return [leaf for part, value in zip(spec, output, strict=True) for leaf in _broadcast_merge(part, value)]
-    if spec is None or isinstance(spec, int) or hasattr(spec, "split_dim") or _is_replicate(spec):
+    if _is_chunk_spec(spec):
         return [spec] * len(pytree.tree_leaves(output))
     if isinstance(output, (tuple, list)) and isinstance(spec, (tuple, list)):
         raise InputError(f"output_merge_spec has {len(spec)} specs for an output of {len(output)} values")

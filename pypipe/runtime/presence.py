@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pypipe.runtime.world import World, host_identity
 
-__all__ = ["declare", "is_gone"]
+__all__ = ["declare", "ended_process"]
 
 
 def declare(world: World) -> None:
@@ -21,7 +21,7 @@ def declare(world: World) -> None:
             world.store.set(world.key("process", world.rank), json.dumps(card))
 
 
-def is_gone(world: World, rank: int) -> int | None:
+def ended_process(world: World, rank: int) -> int | None:
     """The number of the process that a rank was, where that ran on this host and has ended; None: as far as is known.
 
     A rank on another host is not known to be gone.

@@ -27,7 +27,7 @@ from pypipe import _core
 from pypipe.errors import ConfigurationError, PeerLost, PipelineTimeout
 from pypipe.runtime import environment
 from pypipe.runtime.handshake import Address, Listener, connect
-from pypipe.runtime.presence import is_gone
+from pypipe.runtime.presence import ended_process
 from pypipe.runtime.world import World, host_identity
 
 __all__ = ["Card", "Meeting", "meet", "read_all", "refuse"]
@@ -120,7 +120,7 @@ def read_all(
             raise _GivenUp
         # One rank a turn: with many, looking at all would keep the store busy.
         rank = next(turns, world.rank)
-        if not values.get(rank) and (pid := is_gone(world, rank)) and not world.store.check([keys[rank]]):
+        if not values.get(rank) and (pid := ended_process(world, rank)) and not world.store.check([keys[rank]]):
             raise PeerLost(
                 f"rank {world.rank} waited for rank {rank} to start the same pipeline, but that rank's process {pid} "
                 "has ended before it called step() or eval()"
