@@ -313,7 +313,7 @@ class NcclWatchdog:
     """
     Looks after communicators; see csrc/link/nccl_watchdog.hpp.
     """
-    def __init__(self, hub: Hub, edges: collections.abc.Sequence[NcclEdge], limit: typing.SupportsFloat | typing.SupportsIndex) -> None:
+    def __init__(self, hub: Hub, edges: collections.abc.Sequence[NcclEdge], limit: typing.SupportsFloat | typing.SupportsIndex, ranks: typing.SupportsInt | typing.SupportsIndex) -> None:
         ...
     def close(self, patience: Patience) -> None:
         ...

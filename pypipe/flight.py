@@ -103,6 +103,8 @@ def _cause(records: Mapping[int, Record]) -> tuple[int | None, str]:
         return rank, f"Rank {rank} was killed, crashed or ended early: {cause.get('how')}."
     if kind in ("timeout", "left"):
         return None, str(cause.get("message"))
+    if kind == "overdue":
+        return None, f"On rank {rank} {cause.get('message')}."
     if kind == "interrupt":
         return rank, f"Rank {rank} was interrupted (KeyboardInterrupt) at {cause.get('doing')}."
     text = (

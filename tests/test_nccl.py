@@ -133,11 +133,18 @@ def test_a_steady_state_step_neither_synchronizes_the_host_nor_allocates(gpus: R
             assert counted["messages"] > before[channel]["messages"]
 
 
-@pytest.mark.parametrize("what", ["error", "hang"])
-def test_a_transfer_that_fails_or_hangs_ends_the_step_on_every_rank(gpus: RankPool, what: str) -> None:
-    for rank, raised in enumerate(gpus.run(3, nccl_cases.dies, what, timeout=60.0)):
-        assert raised.startswith(("PipelineError", "RemoteStageError", "PipelineTimeout")), f"rank {rank}: {raised}"
+def test_a_transfer_that_fails_ends_the_step_on_every_rank(gpus: RankPool) -> None:
+    for rank, raised in enumerate(gpus.run(3, nccl_cases.dies, "error", timeout=60.0)):
+        assert raised.startswith(("PipelineError", "RemoteStageError")), f"rank {rank}: {raised}"
         assert "rank 1" in raised, f"rank {rank}: {raised}"
+
+
+def test_a_transfer_that_hangs_is_a_timeout_with_what_every_rank_is_doing(gpus: RankPool) -> None:
+    for rank, raised in enumerate(gpus.run(3, nccl_cases.dies, "hang", timeout=60.0)):
+        assert raised.startswith("PipelineTimeout"), f"rank {rank}: {raised}"
+        assert re.search(r"on rank [01] a transfer of pypipe F 0>1 did not end; .* within 1 s\.", raised), raised
+        rows = [line.split()[0] for line in raised.splitlines() if re.match(r"(rank|[012]) +\S", line)]
+        assert rows == ["rank", "0", "1", "2"], f"rank {rank}: {raised}"
 
 
 def test_nothing_past_a_tensor_is_read_where_an_empty_one_follows_it(gpus: RankPool) -> None:

@@ -122,7 +122,7 @@ std::uint64_t NcclEdge::ended() {
   return started_ - operations_.size();
 }
 
-std::optional<std::string> NcclEdge::watch(std::chrono::steady_clock::duration limit) {
+std::optional<NcclEdge::Trouble> NcclEdge::watch(std::chrono::steady_clock::duration limit) {
   const std::scoped_lock lock(mutex_);
   if (aborted_) return std::nullopt;
   try {
@@ -132,14 +132,18 @@ std::optional<std::string> NcclEdge::watch(std::chrono::steady_clock::duration l
     nccl_->check(result, name_.c_str());
     reap();
   } catch (const Error& error) {
-    return error.what();
+    return Trouble{error.what()};
   }
   if (operations_.empty() || std::chrono::steady_clock::now() - operations_.front().since < limit) {
     return std::nullopt;
   }
-  return name_ +
-         ": a transfer did not end before the deadline; the other end has not started its part, or the device "
-         "is stuck";
+  return Trouble{
+      "a transfer of " + name_ + " did not end; the other end has not started its part, or the device is stuck", true};
+}
+
+void NcclEdge::pardon() {
+  const std::scoped_lock lock(mutex_);
+  if (!operations_.empty()) operations_.front().since = std::chrono::steady_clock::now();
 }
 
 void NcclEdge::abort() noexcept {

@@ -56,9 +56,14 @@ class NcclEdge {
   // How many operations have ended, of those that run() has counted. Never waits.
   std::uint64_t ended();
 
-  // Called by the watchdog: what is wrong, if anything is. An operation is stuck when it has been the oldest one for
-  // longer than `limit`.
-  [[nodiscard]] std::optional<std::string> watch(std::chrono::steady_clock::duration limit);
+  // Called by the watchdog: what is wrong, if anything is. An operation is overdue when it has been the oldest one for
+  // longer than `limit`; pardon() gives it as long again.
+  struct Trouble {
+    std::string what;
+    bool overdue = false;
+  };
+  [[nodiscard]] std::optional<Trouble> watch(std::chrono::steady_clock::duration limit);
+  void pardon();
 
   // Ends everything outstanding. Any thread; idempotent.
   void abort() noexcept;

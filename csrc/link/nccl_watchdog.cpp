@@ -9,16 +9,20 @@
 #include <utility>
 
 #include "base/json.hpp"
+#include "control/frame.hpp"
+#include "control/recorder.hpp"
 
 namespace pypipe {
 namespace {
 
 constexpr std::chrono::milliseconds period{50};
+constexpr std::chrono::seconds for_answers{1};
 
 }  // namespace
 
-NcclWatchdog::NcclWatchdog(Hub& hub, std::vector<std::shared_ptr<NcclEdge>> edges, std::chrono::nanoseconds limit)
-    : hub_(hub), edges_(std::move(edges)), limit_(limit) {
+NcclWatchdog::NcclWatchdog(Hub& hub, std::vector<std::shared_ptr<NcclEdge>> edges, std::chrono::nanoseconds limit,
+                           std::size_t ranks)
+    : hub_(hub), edges_(std::move(edges)), limit_(limit), ranks_(ranks) {
   // Signals belong to the threads of the host program.
   sigset_t all;
   sigset_t before;
@@ -42,24 +46,50 @@ void NcclWatchdog::run() noexcept {
   std::unique_lock lock(mutex_);
   while (!closing_) {
     lock.unlock();
-    look();
+    try {
+      look();
+    } catch (...) {  // no memory for a message: the next look may have it
+    }
     lock.lock();
     wake_.wait_for(lock, period, [this] { return closing_; });
   }
 }
 
-void NcclWatchdog::look() noexcept {
+void NcclWatchdog::look() {
   if (!hub_.cause()) {
     for (const auto& edge : edges_) {
-      const std::optional<std::string> trouble = edge->watch(limit_);
+      const std::optional<NcclEdge::Trouble> trouble = edge->watch(limit_);
       if (!trouble) continue;
-      hub_.abort(R"({"kind":"link","rank":)" + std::to_string(hub_.rank()) + R"(,"message":)" + quoted(*trouble) + "}");
+      if (trouble->overdue && hub_.somebody_is_busy(ranks_, limit_)) {
+        edge->pardon();
+        continue;
+      }
+      hub_.abort(trouble->overdue ? overdue(trouble->what)
+                                  : R"({"kind":"link","rank":)" + std::to_string(hub_.rank()) + R"(,"message":)" +
+                                        quoted(trouble->what) + "}");
       break;
     }
   }
   if (hub_.cause()) {
     for (const auto& edge : edges_) edge->abort();
   }
+}
+
+std::string NcclWatchdog::overdue(const std::string& what) {
+  Patience patience;
+  patience.timeout = for_answers;
+  std::string text = R"({"kind":"overdue","rank":)" + std::to_string(hub_.rank()) + R"(,"ranks":)" +
+                     std::to_string(ranks_) + R"(,"seconds":)" +
+                     std::to_string(std::chrono::duration<double>(limit_).count()) + R"(,"message":)" + quoted(what) +
+                     R"(,"found":[)";
+  bool first = true;
+  for (const Hub::Answer& answer : hub_.ask(ranks_, patience)) {
+    const std::string status = to_json(answer.status);
+    if (text.size() + status.size() > abort_limit / 2) break;  // a rank that is left out is one that nothing is known of
+    text += (first ? "[" : ",[") + status + (answer.silent ? ",true]" : ",false]");
+    first = false;
+  }
+  return text + "]}";
 }
 
 void NcclWatchdog::close(const Patience& patience) noexcept {

@@ -4,8 +4,10 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstddef>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -15,10 +17,13 @@
 namespace pypipe {
 
 // Every 50 ms: what any edge reports becomes the pipeline's first cause, and once the pipeline has failed, for whatever
-// cause, all edges are aborted, so that no stream and no host call waits for ever. `limit`: see NcclEdge::watch().
+// cause, all edges are aborted, so that no stream and no host call waits for ever. A transfer that takes longer than
+// `limit` is forgiven while one of the `ranks` says that it is busy; else the cause says what each of them is doing,
+// for a host that waits for the device hears of nothing but this.
 class NcclWatchdog {
  public:
-  NcclWatchdog(Hub& hub, std::vector<std::shared_ptr<NcclEdge>> edges, std::chrono::nanoseconds limit);
+  NcclWatchdog(Hub& hub, std::vector<std::shared_ptr<NcclEdge>> edges, std::chrono::nanoseconds limit,
+               std::size_t ranks);
   NcclWatchdog(const NcclWatchdog&) = delete;
   NcclWatchdog& operator=(const NcclWatchdog&) = delete;
   ~NcclWatchdog();
@@ -28,11 +33,13 @@ class NcclWatchdog {
 
  private:
   void run() noexcept;
-  void look() noexcept;
+  void look();
+  [[nodiscard]] std::string overdue(const std::string& what);
 
   Hub& hub_;
   const std::vector<std::shared_ptr<NcclEdge>> edges_;
   const std::chrono::nanoseconds limit_;
+  const std::size_t ranks_;
   std::mutex mutex_;
   std::condition_variable wake_;
   bool closing_ = false;

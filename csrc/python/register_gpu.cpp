@@ -100,12 +100,12 @@ void register_nccl_links(py::module_& module) {
            arg("hub"), arg("peer"), arg("link"), arg("edge"), arg("allocate"), arg("slots"), arg("group"),
            py::keep_alive<1, 2>());
   py::class_<NcclWatchdog>(module, "NcclWatchdog", "Looks after communicators; see csrc/link/nccl_watchdog.hpp.")
-      .def(py::init([](Hub& hub, std::vector<std::shared_ptr<NcclEdge>> edges, double limit) {
+      .def(py::init([](Hub& hub, std::vector<std::shared_ptr<NcclEdge>> edges, double limit, std::size_t ranks) {
              return std::make_unique<NcclWatchdog>(
                  hub, std::move(edges),
-                 std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(limit)));
+                 std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(limit)), ranks);
            }),
-           arg("hub"), arg("edges"), arg("limit"), py::keep_alive<1, 2>(), Released())
+           arg("hub"), arg("edges"), arg("limit"), arg("ranks"), py::keep_alive<1, 2>(), Released())
       .def("close", &NcclWatchdog::close, arg("patience"), Released());
 }
 

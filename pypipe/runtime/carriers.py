@@ -133,6 +133,11 @@ class _Shm:
         self._links = {}  # the kernel frees the memory with its last mapping
 
 
+def _transfer_limit(timeout: float) -> float:
+    """Seconds for a transfer over NCCL: a host that waits gives up first, at what it cannot do."""
+    return timeout + max(5.0, 0.1 * timeout)
+
+
 class _Nccl:
     # A link carries one point-to-point transfer at a time; more thread blocks would take multiprocessors from compute.
     _MIN_CTAS, _MAX_CTAS = 1, 4
@@ -205,9 +210,10 @@ class _Nccl:
 
     def _watch(self) -> None:
         if self._watchdog is None:
-            # Later than a host that waits gives up: its error shows what every rank was doing.
-            seconds = self._patience.timeout + max(5.0, 0.1 * self._patience.timeout)
-            self._watchdog = _core.NcclWatchdog(self._hub, list(self._edges.values()), seconds)
+            edges = list(self._edges.values())
+            self._watchdog = _core.NcclWatchdog(
+                self._hub, edges, _transfer_limit(self._patience.timeout), self._world.size
+            )
 
     def send_port(self, link: Link, channel: int, slots: int) -> SendPort:
         self._watch()

@@ -108,7 +108,7 @@ def convert(
     doing = f"rank {rank}, at {doing or describe_action(action)}"
     text = hub.cause()
     if text is not None:
-        return from_cause(text, doing)
+        return from_cause(text, doing, program)
     if error.fault == "timeout":
         return timed_out(doing, f"{error} within {timeout:g} s.", hub, rank, size, program)
     if error.fault == "peer_gone":
@@ -126,13 +126,15 @@ def timed_out(doing: str, problem: str, hub: _core.Hub, rank: int, size: int, pr
     found = situation.survey(hub, size)
     text = hub.cause()
     if text is not None:  # another one that waits was first, and asked while all were there
-        return from_cause(text, doing)
-    remedy = 'Work that may take longer than the timeout can say so: `with schedule.busy("..."):`'
-    return PipelineTimeout(f"{doing}: {problem} {situation.table(found, size, rank, program)}\n{remedy}")
+        return from_cause(text, doing, program)
+    return PipelineTimeout(f"{doing}: {problem} {situation.table(found, size, rank, program)}\n{_BUSY}")
 
 
-def from_cause(text: str, doing: str) -> PipelineError:
-    """The public error for what another rank (or this rank's hub) reported as the first cause."""
+_BUSY = 'Work that may take longer than the timeout can say so: `with schedule.busy("..."):`'
+
+
+def from_cause(text: str, doing: str, program: Program | None = None) -> PipelineError:
+    """The public error for what another rank (or this rank's hub, or its links) reported as the first cause."""
     try:
         cause: dict[str, Any] = json.loads(text)
         kind, origin = str(cause["kind"]), int(cause["rank"])
@@ -147,6 +149,13 @@ def from_cause(text: str, doing: str) -> PipelineError:
         )
     if kind == "timeout":
         return PipelineTimeout(f"{doing}: stopped because a rank waited too long: {cause.get('message')}")
+    if kind == "overdue":  # csrc/link/nccl_watchdog.cpp
+        try:
+            table = situation.table(situation.known(cause["found"]), int(cause["ranks"]), origin, program)
+            problem = f"on rank {origin} {cause['message']} within {float(cause['seconds']):g} s. {table}"
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return PipelineError(f"{doing}: the pipeline failed: {text[:1000]}")
+        return PipelineTimeout(f"{doing}: {problem}\n{_BUSY}")
     if kind == "left":
         return PeerLost(f"{doing}: stopped because a rank left: {cause.get('message')}")
     if kind == "link":

@@ -262,20 +262,20 @@ class Pipeline:
     def _fail(self, error: BaseException, connection: Connection, executor: Executor | None) -> BaseException:
         """Tells every rank, refuses further steps, and returns the public error in place of the core's."""
         settings, rank = self._settings, self._settings.world.rank
+        size, program = settings.world.size, settings.program
         action = executor.action if executor is not None else None
         public: BaseException = error
         if type(error) is PipelineTimeout:
             doing = f"rank {rank}, at {failure.describe_action(action)}"
-            public = failure.timed_out(doing, f"{error}.", connection.hub, rank, settings.world.size, settings.program)
+            public = failure.timed_out(doing, f"{error}.", connection.hub, rank, size, program)
         elif isinstance(error, _core.CoreError):
-            size, program = settings.world.size, settings.program
             public = failure.convert(error, connection.hub, rank, action, settings.timeout, size=size, program=program)
         else:
             doing = failure.describe_action(action) if executor is not None else "the start of the step"
             error.add_note(f"pypipe: on {settings.where}, at {doing}")
             earlier = connection.hub.cause()
             if earlier is not None:
-                error.add_note(f"pypipe: it is not the first: {failure.from_cause(earlier, f'rank {rank}')}")
+                error.add_note(f"pypipe: it is not the first: {failure.from_cause(earlier, f'rank {rank}', program)}")
         done, all_of_them = executor.backwards if executor is not None else (0, 0)
         if all_of_them and done < all_of_them and action is not None:
             # A step adds to .grad as it goes: say so before somebody trains on half of a batch.
@@ -312,7 +312,7 @@ class Pipeline:
         """Raises what has gone wrong on any rank since the last step."""
         cause = self._running.connection.hub.cause() if self._running is not None else None
         if cause is not None:
-            earlier = failure.from_cause(cause, f"{self._settings.where}, between steps")
+            earlier = failure.from_cause(cause, f"{self._settings.where}, between steps", self._settings.program)
             self._failure = failure.text_of(earlier)
             try:
                 raise earlier

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pypipe import _core
 from pypipe.program import Action, Kind, Program
 from pypipe.runtime.record import action_of
 
-__all__ = ["last_words", "survey", "table"]
+__all__ = ["known", "last_words", "survey", "table"]
 
 _ANSWER_SECONDS = 1.0
 
@@ -19,11 +19,13 @@ Activity = dict[str, Any]  # as csrc/control/recorder.cpp writes it; "silent": i
 
 def survey(hub: _core.Hub, size: int) -> dict[int, Activity]:
     """Asks every rank what it is doing; waits a second at most. Ranks that nothing is known of are missing."""
-    found: dict[int, Activity] = {}
-    for text, silent in hub.ask(size, _core.Patience(_ANSWER_SECONDS)):
-        activity = json.loads(text)
-        found[activity["rank"]] = {**activity, "silent": silent}
-    return found
+    answers = hub.ask(size, _core.Patience(_ANSWER_SECONDS))
+    return known([(json.loads(text), silent) for text, silent in answers])
+
+
+def known(answers: Iterable[tuple[Activity, bool]]) -> dict[int, Activity]:
+    """What ranks answered, or their records show, by rank."""
+    return {activity["rank"]: {**activity, "silent": silent} for activity, silent in answers}
 
 
 def table(found: Mapping[int, Activity], size: int, me: int, program: Program | None) -> str:

@@ -4,19 +4,36 @@ from __future__ import annotations
 
 import threading
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from campaign_faults import no_hurry
+from nccl_cases import control
 from torch import nn
 
 import pypipe
+from pypipe.runtime import carriers
 
 TIMEOUT = 1.0
 
 
-def busy_then_stuck(rank: int, size: int, group: Any) -> str:
+def over_nccl(rank: int, size: int, group: Any) -> str:
+    """As busy_then_stuck(); no message leaves before its receiver is there, and each may take half a timeout."""
+    emulator = control()
+    emulator.set("staging", 0)
+    try:
+        return busy_then_stuck(rank, size, group, TIMEOUT / 2)
+    finally:
+        emulator.set("staging", 65536)
+        emulator.reset_counters()
+
+
+def busy_then_stuck(rank: int, size: int, group: Any, transfer_limit: float | None = None) -> str:
     """The last rank is busy in a step until the others have waited three timeouts, and stuck in the next step.
+
+    Args:
+        transfer_limit: over NCCL, seconds for a transfer, in place of those that follow from the timeout.
 
     Returns:
         What the second one raised.
@@ -24,7 +41,8 @@ def busy_then_stuck(rank: int, size: int, group: Any) -> str:
     stage = pypipe.PipelineStage(nn.Linear(4, 4), rank, size, torch.device("cpu"), group=group)
     schedule = pypipe.Schedule1F1B(stage, 2, nn.functional.mse_loss, timeout=TIMEOUT)
     x = torch.ones(4, 4)
-    with no_hurry():
+    limits = patch.object(carriers, "_transfer_limit", lambda timeout: transfer_limit or timeout)
+    with no_hurry(), limits:
         schedule.step(x, target=x)
     schedule._pipeline.recorder.core.set_busy("")  # type: ignore[union-attr]
     dist.barrier(group)

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from campaign_cases import Case, Piece, batch, flat, n_pieces
 from campaign_faults import PATIENCE, linked
-from torch import nn
 
 import pypipe
 from pypipe.runtime import agreement, situation
@@ -52,13 +51,16 @@ class Trial:
         self.modules = [(number, Piece(number)) for number in numbers]
         self.x, self.y = batch(case.n_microbatches)
         self.guilty = rank == case.culprit
+        if self.guilty and case.fault == "hook":
+            for _, module in self.modules:
+                campaign_faults.with_hook(module)
         self.seen = Seen()
 
     def schedule(self, timeout: float, check: str | None) -> Any:
         count = n_pieces(self.program)
         stages = [pypipe.PipelineStage(module, number, count, CPU, group=self.group) for number, module in self.modules]
         return pypipe.Schedule(
-            self.case.schedule, stages, self.case.n_microbatches, nn.functional.mse_loss, timeout=timeout, check=check
+            self.case.schedule, stages, self.case.n_microbatches, campaign_faults.loss, timeout=timeout, check=check
         )
 
     def step(self, schedule: Any) -> list[tuple[int, list[list[float]]]]:
@@ -115,23 +117,31 @@ class Trial:
     def arm(self, schedule: Any) -> None:
         """Puts the fault before one action of the culprit."""
         executor = schedule._pipeline._running.executors[True]
-        kinds = {"corrupt": ("F", "B", "I"), "nan": ("F",), "late": ("F",)}.get(self.case.fault)
+        fault = self.case.fault
+        kinds = {"corrupt": ("F", "B", "I"), "hook": ("B", "I")}.get(fault)
+        if fault in ("nan", "late", "module", "loss"):
+            kinds = ("F",)
         stages = schedule._pipeline._running.stages
         places = []
         for index, action in enumerate(executor.actions):
             stage = stages[action.stage]
             channel = stage._receive_forward if action.kind.label == "F" else stage._receive_backward
             remote = hasattr(channel, "_port")
-            if (kinds is None or action.kind.label in kinds) and (self.case.fault != "corrupt" or remote):
+            possible = kinds is None or action.kind.label in kinds
+            if fault == "corrupt":
+                possible = possible and remote
+            if fault == "loss":
+                possible = possible and self.program.next_stage(action.stage) is None
+            if possible:
                 places.append(index)
         index = places[int(self.case.place * len(places))]
         action = executor.actions[index]
         self.seen.at = str(action)
         code, call, microbatch = executor._plan[index]
-        fault = campaign_faults.make(self.case, schedule, stages[action.stage], action)
+        strike = campaign_faults.make(self.case, schedule, stages[action.stage], action)
 
         def faulty(number: int) -> None:
-            fault()
+            strike()
             call(number)
 
         executor._plan[index] = (code, faulty, microbatch)

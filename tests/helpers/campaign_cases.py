@@ -13,8 +13,12 @@ from pypipe.program import Program, build, builder_names
 
 WIDTH = 4
 LINKS = ("shm", "c10d", "nccl")  # nccl: on the emulated driver and NCCL
+RAISING = ("raise", "module", "hook", "loss")
 FAULTS = {  # what happens to a rank, and how often it is drawn
-    "raise": 8,  # an exception
+    "raise": 3,  # an exception at any action
+    "module": 2,  # an exception in a stage's module
+    "hook": 2,  # an exception in a hook that backward calls
+    "loss": 1,  # an exception in the loss function
     "vanish": 5,  # its sockets close, as at its death
     "kill": 1,  # SIGKILL
     "stop": 1,  # SIGSTOP
@@ -59,7 +63,14 @@ def draw(seed: int, link: str, without: tuple[str, ...] = ()) -> Case:
             continue
         if any(not actions for actions in program.ranks):
             continue  # a rank without anything to do notices nothing
+        if fault == "loss" and not any(program.next_stage(stage) is None for stage in stages_of(program, case.culprit)):
+            continue
         return case
+
+
+def stages_of(program: Program, rank: int) -> list[int]:
+    """The stages that a rank holds."""
+    return [stage for stage, holder in enumerate(program.placement) if holder == rank]
 
 
 def n_pieces(program: Program) -> int:

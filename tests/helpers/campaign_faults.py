@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from campaign_cases import WIDTH, Case
-from torch import nn
+from torch import Tensor, nn
 
 from pypipe import _core
 from pypipe.runtime import connection
@@ -86,6 +86,10 @@ def make(case: Case, schedule: Any, stage: Any, action: Any) -> Callable[[], Non
     match case.fault:
         case "raise":
             return functools.partial(_raise, f"fault {case.seed}")
+        case "module":
+            return functools.partial(_raise_once, stage._module, f"fault {case.seed}")
+        case "hook" | "loss":
+            return functools.partial(alarmed.append, f"fault {case.seed}")
         case "vanish":
             return _vanish
         case "kill":
@@ -104,6 +108,43 @@ def make(case: Case, schedule: Any, stage: Any, action: Any) -> Callable[[], Non
 
 def _raise(text: str) -> None:
     raise ValueError(text)
+
+
+def _raise_once(module: nn.Module, text: str) -> None:
+    """The module's next forward raises."""
+
+    def hook(*_: Any) -> None:
+        handle.remove()
+        raise ValueError(text)
+
+    handle = module.register_forward_pre_hook(hook)
+
+
+alarmed: list[str] = []
+"""While it holds something, alarm() raises that, once."""
+
+
+def alarm(*_: Any) -> None:
+    """What hooks and loss functions call."""
+    if alarmed:
+        raise ValueError(alarmed.pop())
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    """The campaign's loss."""
+    alarm()
+    return nn.functional.mse_loss(output, target)
+
+
+def with_hook(module: nn.Module) -> nn.Module:
+    """Backward through the module calls alarm()."""
+
+    def hook(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(alarm)
+
+    module.register_forward_hook(hook)
+    return module
 
 
 def _vanish() -> None:

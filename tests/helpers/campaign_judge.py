@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from campaign import Seen
-from campaign_cases import Case, expected, n_pieces
+from campaign_cases import RAISING, Case, expected, n_pieces
 
 _OWN = {  # what the culprit raises
-    "raise": "ValueError",
+    **dict.fromkeys(RAISING, "ValueError"),
     "vanish": "Vanished",
     "corrupt": "CorruptionError",
     "nan": "NonFiniteError",
@@ -38,12 +38,12 @@ def judge(case: Case, everyone: list[Seen | None]) -> list[str]:
         expect(not seen.left, f"left over: {seen.left}", rank, seen)
         if rank == culprit:
             expect(seen.kind == _OWN[case.fault], "its own error", rank, seen)
-            if case.fault in ("raise", "corrupt", "nan"):
+            if case.fault in (*RAISING, "corrupt", "nan"):
                 expect(at in seen.notes, "the note names the action", rank, seen)
             continue
         expect(seen.kind == _THEIRS.get(case.fault, "RemoteStageError"), "the kind of error", rank, seen)
         match case.fault:
-            case "raise" | "corrupt" | "nan":
+            case "raise" | "module" | "hook" | "loss" | "corrupt" | "nan":
                 expect((seen.rank, seen.action) == (culprit, at), "the first cause", rank, seen)
                 expect(_OWN[case.fault] in seen.text, "the origin's own words", rank, seen)
             case "vanish" | "kill":

@@ -45,7 +45,7 @@ class SelfLoop:
             cuda, nccl, nccl.unique_id(), 0, _core.NcclTraffic.TO_ITSELF, "pypipe self", 1, 4, self.patience
         )
         self.group = _core.NcclGroup()
-        self.watchdog = _core.NcclWatchdog(self.hubs[0], [self.edge], timeout)
+        self.watchdog = _core.NcclWatchdog(self.hubs[0], [self.edge], timeout, 1)
         self._memory = Memory(device)
         self._links: list[Any] = []
 

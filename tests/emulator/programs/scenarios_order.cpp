@@ -18,11 +18,13 @@ void patience(bool planted, std::size_t bytes = staging) {
   knob("hang_ms", planted ? 600 : 60000);
 }
 
-// Waits for the streams; if the planted hang was reported, aborts.
-void finish(bool planted, const std::vector<Stream*>& streams, const std::vector<Communicator*>& communicators) {
+// Waits for the streams; if the planted hang was reported, aborts: once the peer has reported too, which would
+// otherwise see the end of this rank, and other waits than those that were planted.
+void finish(Rank& rank, bool planted, const std::vector<Stream*>& streams, const std::vector<Communicator*>& communicators) {
   bool done = true;
   for (Stream* stream : streams) done = done && stream->finish();
   if (!planted) check(done, "the correct order hangs");
+  rank.barrier();
   if (done) return;
   for (Communicator* communicator : communicators) communicator->abort();
 }
@@ -44,7 +46,7 @@ void cross(Rank& rank, bool crossed, std::size_t bytes, bool planted) {
     link.send(out, wire);
   }
   (void)link.settle();
-  finish(planted, {&wire}, {&link});
+  finish(rank, planted, {&wire}, {&link});
 }
 
 }  // namespace
@@ -84,7 +86,7 @@ void opposite_transfers_one_communicator(Rank& rank, bool planted) {
     one.receive(in, forward);
     (void)one.settle();
   }
-  finish(planted, {&forward, &backward}, {&one, &other});
+  finish(rank, planted, {&forward, &backward}, {&one, &other});
 }
 
 // The remedy on one communicator: opposite transfers in one group.
@@ -112,7 +114,7 @@ void opposite_transfers_fused(Rank& rank, bool planted) {
   }
   if (!planted) group_end({&link});
   (void)link.settle();
-  finish(planted, {&wire}, {&link});
+  finish(rank, planted, {&wire}, {&link});
 }
 
 // A receive that was posted early spins on the device. Where only one operation has room, no send can start.
@@ -137,7 +139,7 @@ void one_resident_operation(Rank& rank, bool planted) {
   rank.barrier();  // both receives are resident
   to.send(out, sending);
   (void)to.settle();
-  finish(planted, {&sending, &receiving}, {&up, &down});
+  finish(rank, planted, {&sending, &receiving}, {&up, &down});
 }
 
 // CUDA_DEVICE_MAX_CONNECTIONS=1: a wait for a receive's event stands before the send in the only queue.
@@ -164,7 +166,7 @@ void one_hardware_queue(Rank& rank, bool planted) {
   compute.wait(arrived);
   to.send(out, sending);
   (void)to.settle();
-  finish(planted, {&sending, &receiving, &compute}, {&up, &down});
+  finish(rank, planted, {&sending, &receiving, &compute}, {&up, &down});
   knob("connections", 0);
 }
 
@@ -208,7 +210,7 @@ void a_launch_order_that_contradicts_the_data(Rank& rank, bool planted) {
     up.receive(answer, second);
     (void)up.settle();
   }
-  finish(planted, {&first, &second, &third}, {&down, &up, &early});
+  finish(rank, planted, {&first, &second, &third}, {&down, &up, &early});
   ::unsetenv("NCCL_LAUNCH_ORDER_IMPLICIT");
 }
 
@@ -231,7 +233,7 @@ void a_serial_launch_order(Rank& rank, bool planted) {
   (void)from.settle();
   to.send(out, sending);
   (void)to.settle();
-  finish(planted, {&sending, &receiving}, {&up, &down});
+  finish(rank, planted, {&sending, &receiving}, {&up, &down});
   ::unsetenv("NCCL_LAUNCH_ORDER_IMPLICIT");
   knob("driver", 13000);
 }
@@ -253,11 +255,12 @@ void connections_in_different_orders(Rank& rank, bool planted) {
     }
     if (link->settle() == nccl::Result::success) continue;
     check(planted, "the connections hang");
+    rank.barrier();
     one.abort();
     other.abort();
     return;
   }
-  finish(planted, {&wire}, {&one, &other});
+  finish(rank, planted, {&wire}, {&one, &other});
 }
 
 // A non-blocking call that has not finished has put nothing into the stream yet: the event comes too early.
