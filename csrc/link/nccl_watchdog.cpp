@@ -85,7 +85,8 @@ std::string NcclWatchdog::overdue(const std::string& what) {
   bool first = true;
   for (const Hub::Answer& answer : hub_.ask(ranks_, patience)) {
     const std::string status = to_json(answer.status);
-    if (text.size() + status.size() > abort_limit / 2) break;  // a rank that is left out is one that nothing is known of
+    if (text.size() + status.size() > abort_limit / 2)
+      break;  // a rank that is left out is one that nothing is known of
     text += (first ? "[" : ",[") + status + (answer.silent ? ",true]" : ",false]");
     first = false;
   }

@@ -20,7 +20,8 @@ void patience(bool planted, std::size_t bytes = staging) {
 
 // Waits for the streams; if the planted hang was reported, aborts: once the peer has reported too, which would
 // otherwise see the end of this rank, and other waits than those that were planted.
-void finish(Rank& rank, bool planted, const std::vector<Stream*>& streams, const std::vector<Communicator*>& communicators) {
+void finish(Rank& rank, bool planted, const std::vector<Stream*>& streams,
+            const std::vector<Communicator*>& communicators) {
   bool done = true;
   for (Stream* stream : streams) done = done && stream->finish();
   if (!planted) check(done, "the correct order hangs");
