@@ -27,7 +27,7 @@ namespace {
 // Of frames that wait to be taken, from one peer. One that sends more is broken: senders wait for credits long before.
 constexpr std::size_t most_frames = 1 << 16;
 constexpr std::size_t most_inbox_bytes = std::size_t{64} << 20;
-constexpr std::size_t most_descriptors = 256;
+constexpr std::size_t most_waiting_descriptors = 256;
 constexpr std::chrono::milliseconds farewell{500};  // patience for abort and leave frames
 constexpr std::size_t most_ranks = 1 << 16;         // that are believed to ask or to answer
 constexpr std::chrono::milliseconds moment{500};    // for a question that nobody shall notice
@@ -478,7 +478,7 @@ void Hub::dispatch(int rank, Peer& peer, Frame frame) {
     waiting.frames += 1;
     waiting.bytes += frame.payload.size();
     waiting.descriptors += frame.descriptor ? 1 : 0;
-    if (waiting.frames > most_frames || waiting.bytes > most_inbox_bytes || waiting.descriptors > most_descriptors) {
+    if (waiting.frames > most_frames || waiting.bytes > most_inbox_bytes || waiting.descriptors > most_waiting_descriptors) {
       throw Error(Fault::protocol, "it sent frames that nobody asked for");
     }
     inboxes_[InboxKey{rank, frame.type, frame.channel}].push_back(std::move(frame));

@@ -16,7 +16,7 @@
 namespace pypipe {
 namespace {
 
-constexpr std::uint64_t magic = 0x3130636552795079;  // "yPyRec01"
+constexpr std::uint64_t record_magic = 0x3130636552795079;  // "yPyRec01"
 constexpr std::size_t header_bytes = 256;
 
 std::uint64_t nanoseconds(clockid_t clock) noexcept {
@@ -47,7 +47,7 @@ Deed aged(Deed deed, std::uint64_t at) noexcept {
 
 // Python reads this too (runtime/record.py): change both.
 struct Recorder::Header {
-  std::uint64_t magic;
+  std::uint64_t record_magic;
   std::uint32_t rank;
   std::uint32_t capacity;
   std::uint64_t clock;  // CLOCK_REALTIME less CLOCK_MONOTONIC, nanoseconds
@@ -104,7 +104,7 @@ Recorder::Recorder(int rank, std::uint32_t capacity, const std::string& path)
   header_->capacity = capacity;
   header_->clock = nanoseconds(CLOCK_REALTIME) - now();
   header_->cause_at = bytes_;
-  header_->magic = magic;
+  header_->record_magic = record_magic;
 }
 
 Recorder::~Recorder() { ::munmap(header_, bytes_); }
@@ -221,7 +221,7 @@ std::optional<Activity> activity_in(int descriptor) noexcept {
   const auto load = [&](void* into, std::size_t bytes, std::size_t offset) {
     return ::pread(descriptor, into, bytes, static_cast<off_t>(offset)) == static_cast<ssize_t>(bytes);
   };
-  if (!load(header.data(), header_bytes, 0) || header[0] != magic) return std::nullopt;
+  if (!load(header.data(), header_bytes, 0) || header[0] != record_magic) return std::nullopt;
   const std::uint64_t capacity = header[at_rank] >> 32;
   if (capacity < 4 || capacity > (1U << 24)) return std::nullopt;
   Activity status;

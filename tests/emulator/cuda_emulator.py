@@ -65,6 +65,8 @@ def build(sanitizers: str = "", flags: str = "-O2") -> Emulator:
             f"-DCMAKE_MAKE_PROGRAM={_tool('ninja')}",
             "-DCMAKE_BUILD_TYPE=Native",  # a name that brings no flags of its own
             f"-DCMAKE_CXX_FLAGS={flags}",
+            "-DCMAKE_UNITY_BUILD=ON",  # in half the time
+            "-DCMAKE_UNITY_BUILD_BATCH_SIZE=100",
             f"-DPYPIPE_SANITIZE={sanitizers}",
             f"-DPYPIPE_STRICT={'OFF' if sanitizers else 'ON'}",
         )

@@ -62,7 +62,7 @@ class Runner:
 
     def _kill(self, case: Case) -> list[str]:
         # From a server that has imported torch: half a second in place of five.
-        pool = RankPool(case.n_ranks, self._environment, method="forkserver")
+        pool = RankPool(case.n_ranks, self._environment)
         with contextlib.closing(pool):
             try:
                 results: list[Any] = pool.run_raw(case.n_ranks, campaign.run_cases, [case])

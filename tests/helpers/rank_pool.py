@@ -64,16 +64,15 @@ def _serve(rank: int, size: int, folder: str, environment: dict[str, str], pipe:
 class RankPool:
     """Up to `size` ranks, with these variables in their environment.
 
+    They are forks of a process that has imported torch, which takes seconds, and runs nothing (not even a thread).
+
     Args:
         size: how many.
         environment: the variables.
-        method: "spawn", or "forkserver" for ranks that shall not live long: forks of a process that has imported torch
-            and runs nothing.
     """
 
-    def __init__(self, size: int, environment: dict[str, str] | None = None, method: str = "spawn") -> None:
+    def __init__(self, size: int, environment: dict[str, str] | None = None) -> None:
         self._size = size
-        self._method = method
         self._environment = environment or {}
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
@@ -86,10 +85,9 @@ class RankPool:
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="pypipe-test-")
-        context = multiprocessing.get_context(self._method)
-        if self._method == "forkserver":
-            # Not pypipe: the server looks for modules where it was started, and the clone's pypipe has no core.
-            context.set_forkserver_preload(["torch.distributed"])
+        context = multiprocessing.get_context("forkserver")
+        # Not pypipe: the server looks for modules where it was started, and the clone's pypipe has no core.
+        context.set_forkserver_preload(["torch.distributed"])
         for rank in range(self._size):
             mine, theirs = context.Pipe()
             process = context.Process(
