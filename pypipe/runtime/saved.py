@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-__all__ = ["Packed", "drop_saved", "drop_weights", "packed", "saves"]
+__all__ = ["Packed", "drop_saved", "drop_weights", "names_of_saved", "packed", "saves"]
 
 # Whether this torch can say that hooks packed a saved tensor.
 _sees_packing = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
@@ -30,28 +30,37 @@ def saves(kind: type) -> bool:
     return bool(_names(kind))
 
 
-def packed(node: Any) -> Packed:
-    """Whether hooks packed what a node saved. `MAYBE` if not by a checkpoint, or if this torch cannot tell."""
+def names_of_saved(node: Any) -> tuple[str, ...]:
+    """Under which names the node has saved something. A look at one that is empty is not free."""
+    return tuple(name for name in _names(type(node)) if not _is_empty(getattr(node, name)))
+
+
+def _is_empty(saved: Any) -> bool:
+    if isinstance(saved, tuple):
+        return not saved
+    return _sees_nothing and saved.data is None
+
+
+def packed(node: Any, names: tuple[str, ...]) -> Packed:
+    """Whether hooks packed what a node saved. `MAYBE` if not by a checkpoint, or if this torch cannot tell.
+
+    Args:
+        node: what was saved.
+        names: under which names to look.
+    """
     if not _sees_packing:
         return Packed.MAYBE
-    for saved in _saved_by(node):
-        hook = saved.unpack_hook
-        if hook is not None:
-            by_checkpoint = getattr(hook, "__module__", None) == "torch.utils.checkpoint"
-            return Packed.BY_CHECKPOINT if by_checkpoint else Packed.MAYBE
+    for name in names:
+        for saved in _as_tuple(getattr(node, name)):
+            hook = saved.unpack_hook
+            if hook is not None:
+                by_checkpoint = getattr(hook, "__module__", None) == "torch.utils.checkpoint"
+                return Packed.BY_CHECKPOINT if by_checkpoint else Packed.MAYBE
     return Packed.NO
 
 
-def _saved_by(node: Any) -> list[Any]:
-    found: list[Any] = []
-    kind = type(node)
-    for name in _names_by_kind.get(kind) or _names(kind):
-        saved = getattr(node, name)
-        if isinstance(saved, tuple):
-            found += saved
-        else:
-            found.append(saved)
-    return found
+def _as_tuple(saved: Any) -> tuple[Any, ...]:
+    return saved if isinstance(saved, tuple) else (saved,)
 
 
 def _names(kind: type) -> list[str]:
@@ -64,19 +73,18 @@ def _names(kind: type) -> list[str]:
 _names_by_kind: dict[type, list[str]] = {}
 
 
-def drop_saved(node: Any) -> None:
-    """Frees what a node saved. Others in the graph may keep the node itself.
+def drop_saved(node: Any, names: tuple[str, ...]) -> None:
+    """Frees what a node saved under these names. Others in the graph may keep the node itself.
 
     torch frees what is saved after a backward through the whole graph, or with the graph. But packing hooks may be
-    registered for what was saved, and pack it into nothing.
+    registered for what was saved, and pack it into nothing (here: a number).
     """
-    for saved in _saved_by(node):
-        if _sees_nothing and saved.data is None:  # cheaper than the error
-            continue
-        try:
-            saved.register_hooks(_forget, _forgotten)
-        except RuntimeError:  # there was nothing, or somebody else's hooks hold it
-            continue
+    for name in names:
+        for saved in _as_tuple(getattr(node, name)):
+            try:
+                saved.register_hooks(id, _forgotten)
+            except RuntimeError:  # there was nothing, or somebody else's hooks hold it
+                continue
     if isinstance(node, BackwardCFunction):
         vars(node).clear()
 
@@ -111,11 +119,7 @@ def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _forget(_: Tensor) -> None:
-    return None
-
-
-def _forgotten(_: None) -> Tensor:
+def _forgotten(_: int) -> Tensor:
     raise RuntimeError(
         "a backward runs a second time through the graph of a stage, whose first was split in two halves and freed it"
     )

@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge
 
 from pypipe.runtime.backward import as_recorded, gradient_edge, run_backward
 from pypipe.runtime.saved import drop_saved, drop_weights
-from pypipe.runtime.split_graph import Node, walk
+from pypipe.runtime.split_graph import AccumulateGrad, Node, walk
 from pypipe.runtime.split_plan import SplitPlan, SplitPlans
 
 __all__ = ["SplitBackward", "WeightWork"]
@@ -34,7 +34,8 @@ __all__ = ["SplitBackward", "WeightWork"]
 _BATCH_BYTES = 32 << 20
 
 _Gradients = tuple[Tensor | None, ...]
-_Call = tuple[Node, _Gradients, list[tuple[int, GradientEdge]]]  # which of its results go where
+# A node, what arrived there, which of its results go where and whether in their shape, and what it saved.
+_Call = tuple[Node, _Gradients, list[tuple[int, GradientEdge, bool]], tuple[str, ...]]
 
 
 @dataclass(slots=True)
@@ -70,7 +71,7 @@ class WeightWork:
             roots = [root for group in batch for root in group.roots]
             gradients = [gradient for group in batch for gradient in group.gradients]
             calls = [call for group in batch for call in group.calls]
-            owners = [node for node, _, _ in calls]  # in Python, nothing else keeps a custom Function's node
+            owners = [node for node, _, _, _ in calls]  # in Python, nothing else keeps a custom Function's node
             del batch
             if calls:
                 self._caller.run(calls, roots, gradients)
@@ -143,10 +144,13 @@ class SplitBackward:
             for number, arrived in captured:
                 each = plan.weight_nodes[number]
                 node = nodes[each.node]
-                found = [(position, GradientEdge(nodes[child], output)) for position, child, output in each.edges]
-                groups[each.group].calls.append((node, arrived, found))
+                found = [
+                    (position, GradientEdge(nodes[child], output), exact)
+                    for position, child, output, exact in each.edges
+                ]
+                groups[each.group].calls.append((node, arrived, found, each.saved))
                 if each.made:
-                    drop_weights(node, each.operation, {position for position, _ in found})
+                    drop_weights(node, each.operation, {position for position, _, _ in found})
         return WeightWork([group for group in groups.values() if group.calls or group.roots], self._caller)
 
     def _run_chain(
@@ -156,25 +160,15 @@ class SplitBackward:
 
         A node with weights is given by its number among the plan's.
         """
-        captured: list[tuple[int, _Gradients]] = []
-        made: set[int] = set()
-
-        def capture(number: int, gradients: _Gradients) -> None:
-            if plan.packed:
-                made.add(torch._C._autograd._get_sequence_nr())  # how many nodes this thread has made
-            if any(gradient is not None for gradient in gradients):
-                captured.append((number, gradients))
-
-        spent = dict.fromkeys(plan.spent)
-
-        def drop(number: int, *_: Any) -> None:
-            if number in spent:
-                del spent[number]
-                drop_saved(nodes[number])
-
+        captured: dict[int, _Gradients] = {}  # in the order of execution
+        capture = captured.__setitem__  # called for every microbatch and node: no Python frame
         handles = [nodes[each.node].register_prehook(partial(capture, i)) for i, each in enumerate(plan.weight_nodes)]
+        made: set[int] = set()
+        if plan.packed:
+            handles += [nodes[each.node].register_prehook(partial(_count_nodes, made)) for each in plan.weight_nodes]
+        spent = dict(plan.spent)
         if drop_at_once:
-            handles += [nodes[number].register_hook(partial(drop, number)) for number in plan.spent]
+            handles += [nodes[number].register_hook(partial(_drop, nodes, spent, number)) for number in spent]
         try:
             ends = [GradientEdge(nodes[number], 0) for number in plan.ends]
             run_backward(*zip(*roots, strict=True), ends=ends, keep_graph=True)
@@ -182,10 +176,10 @@ class SplitBackward:
             for handle in handles:
                 handle.remove()
         for number in list(spent):
-            drop(number)
+            _drop(nodes, spent, number)
         if len(made) > 1:  # something was recomputed, and W will recompute it again
             self._unsplittable = "it computes its forward again in backward"
-        return captured
+        return [pair for pair in captured.items() if any(gradient is not None for gradient in pair[1])]
 
     def _warn(self, reasons: list[str], which: str) -> None:
         if self._warned:
@@ -196,6 +190,16 @@ class SplitBackward:
             f"schedule has less to fill its bubbles with. The reason: {'; '.join(reasons)}",
             stacklevel=3,
         )
+
+
+def _count_nodes(made: set[int], _: _Gradients) -> None:
+    made.add(torch._C._autograd._get_sequence_nr())  # how many nodes this thread has made
+
+
+def _drop(nodes: list[Node], spent: dict[int, tuple[str, ...]], number: int, *_: Any) -> None:
+    names = spent.pop(number, None)
+    if names is not None:
+        drop_saved(nodes[number], names)
 
 
 class _Accumulated:
@@ -246,7 +250,7 @@ class _WeightCaller:
         """Appends the weight edges and their gradients to `roots` and `gradients`."""
         arrived = calls[0][1]
         device = next(gradient.device.type for gradient in arrived if gradient is not None)
-        ends = [*self._root, *[edge for _, _, found in calls for _, edge in found]]
+        ends = [*self._root, *[edge for _, _, found, _ in calls for _, edge, _ in found]]
         self._pending[:] = [(calls, roots, gradients)]
         with as_recorded(device):
             run_backward(self._root, self._zero, ends=ends, keep_graph=True)
@@ -256,18 +260,28 @@ def _call(pending: list[tuple[list[_Call], list[GradientEdge], list[Tensor]]], _
     calls, roots, gradients = pending.pop()
     calls.reverse()
     while calls:
-        node, arrived, found = calls.pop()
+        node, arrived, found, saved = calls.pop()
         results = node(*arrived)
         if not isinstance(results, tuple):
             results = (results,)
-        for position, edge in found:
+        for position, edge, exact in found:
             gradient = results[position]
             if gradient is None:
                 continue
-            shape = tuple(edge.node._input_metadata[edge.output_nr].shape)  # a list, which no torch.Size equals
-            if gradient.shape != shape:  # the engine would do so as well, but after all of them are there
-                gradient = gradient.sum_to_size(shape)
+            if not exact:  # the engine would do so as well, but after all of them are there
+                shape = _shape_of(edge)
+                if gradient.shape != shape:
+                    gradient = gradient.sum_to_size(shape)
             roots.append(edge)
             gradients.append(gradient)
         del results, arrived, gradient, found
-        drop_saved(node)
+        drop_saved(node, saved)
+
+
+def _shape_of(edge: GradientEdge) -> tuple[int, ...]:
+    node: Node = edge.node
+    kind: type = type(node)
+    if kind is AccumulateGrad:
+        leaf: Tensor = node.variable
+        return leaf.shape  # in a tenth of the time
+    return tuple(node._input_metadata[edge.output_nr].shape)  # a list, which no torch.Size equals

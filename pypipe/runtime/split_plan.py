@@ -18,12 +18,13 @@ from typing import Any
 
 from torch.autograd.function import BackwardCFunction
 
-from pypipe.runtime.saved import Packed, packed, saves
+from pypipe.runtime.saved import Packed, names_of_saved, packed, saves
 from pypipe.runtime.split_graph import AccumulateGrad, Edge, Graph, Node, Structure
 
 __all__ = ["Node", "SplitPlan", "SplitPlans", "WeightEdge", "WeightNode"]
 
-WeightEdge = tuple[int, int, int]  # position among a node's edges, the node behind it, which output of that
+# Position among a node's edges, the node behind it, which output of that; whether the gradient has that one's shape.
+WeightEdge = tuple[int, int, int, bool]
 
 # Nodes of torch's own operations; their names end in a number.
 _OPERATION = re.compile(r"(\w+)Backward\d+")
@@ -40,6 +41,12 @@ _JOINT = {
 }
 # Operations that pick rows of a weight by data that needs no gradient.
 _LOOKUPS = {"Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather", "Take"}
+# Operations, and edges whose gradients never have to be summed up to the shape of what they are for.
+_EXACT = {
+    **dict.fromkeys(("Mm", "Bmm", "Embedding"), (0, 1)),
+    **dict.fromkeys(("Addmm", "Baddbmm", "Convolution"), (1, 2)),
+    **dict.fromkeys(("NativeLayerNorm", "NativeGroupNorm", "NativeBatchNorm"), (1, 2)),
+}
 _VIEWS = {"T", "Transpose", "Permute", "View"}
 _ELEMENTWISE = {"Add", "Sub", "Rsub", "Mul", "Div", "Pow"}
 
@@ -60,6 +67,7 @@ class WeightNode:
         edges: its weight edges.
         made: whether a weight behind it was computed.
         operation: which of torch's operations it is, or None.
+        saved: under which names it has saved something.
     """
 
     node: int
@@ -67,6 +75,7 @@ class WeightNode:
     edges: list[WeightEdge]
     made: bool
     operation: str | None
+    saved: tuple[str, ...]
 
 
 @dataclass(slots=True)
@@ -75,27 +84,27 @@ class SplitPlan:
 
     Attributes:
         packings, kept_shapes: what else of a graph the plan depends on: for some nodes, what hooks did to what they
-            saved; for others, whether they keep a shape.
+            saved under a name or two; for others, whether they keep a shape.
         reasons: why some weights are early; empty where none is.
         whole: whether nothing can be left to W, so that a full backward it must be.
         ends: nodes at which I's run ends: the inputs, the early weights, and the chain's last nodes.
         early: the leaves whose gradients are accumulated in I.
         weight_nodes: the chain's nodes that have work in W.
-        spent: nodes that may have saved something, and have nothing left to do after I.
+        spent: nodes that have nothing left to do after I, and under which names they have saved something.
         root_groups: for each root, its group if it is W's, else None.
         group_bytes: for each group of W, the bytes of its weights. Groups share no node and no leaf.
         functions: the kinds of the chain's nodes that are not torch's own operations.
         packed: whether W may meet saved tensors that hooks packed.
     """
 
-    packings: list[tuple[int, Packed]]
+    packings: list[tuple[int, tuple[str, ...], Packed]]
     kept_shapes: list[tuple[int, bool]]
     reasons: list[str]
     whole: bool
     ends: list[int]
     early: list[int]
     weight_nodes: list[WeightNode]
-    spent: list[int]
+    spent: dict[int, tuple[str, ...]]
     root_groups: list[int | None]
     group_bytes: dict[int, int]
     functions: set[type]
@@ -103,8 +112,8 @@ class SplitPlan:
 
     def fits(self, nodes: list[Node]) -> bool:
         """Whether it holds for a graph of the same structure."""
-        for node, packing in self.packings:
-            if packed(nodes[node]) is not packing:
+        for node, names, packing in self.packings:
+            if packed(nodes[node], names) is not packing:
                 return False
         return all(_keeps_shape(nodes[node]) is kept for node, kept in self.kept_shapes)
 
@@ -148,6 +157,7 @@ def _plan(graph: Graph) -> SplitPlan:
     found: dict[int, list[WeightEdge]] = {}
     reasons: dict[int, str] = {}
     packings: dict[int, Packed] = {}
+    saved: dict[int, tuple[str, ...]] = {}
     for node in order:
         kind = kinds[node]
         if kind.leaf:
@@ -160,11 +170,15 @@ def _plan(graph: Graph) -> SplitPlan:
         else:
             if kind.whole is not None:
                 reasons[node] = kind.whole
-            behind = [(i, child, output) for i, (child, output) in enumerate(edges[node]) if child in groups]
+            exact = _EXACT.get(kind.operation or "", ())
+            behind = [
+                (i, child, output, i in exact) for i, (child, output) in enumerate(edges[node]) if child in groups
+            ]
             if behind:
                 found[node] = behind
-                _merged(groups, [child for _, child, _ in behind])
-                packings[node] = packing = packed(nodes[node])
+                _merged(groups, [child for _, child, _, _ in behind])
+                saved[node] = names_of_saved(nodes[node])
+                packings[node] = packing = packed(nodes[node], saved[node])
                 reason = kind.joint if packing is not Packed.BY_CHECKPOINT else "a checkpoint recomputes once only"
                 if reason is not None:
                     reasons.setdefault(node, reason)
@@ -174,8 +188,8 @@ def _plan(graph: Graph) -> SplitPlan:
     for node, behind in found.items():
         group = _group(groups, behind[0][1])
         if group not in early:
-            made = not all(_is_leaf(child, kinds, edges) for _, child, _ in behind)
-            weight_nodes.append(WeightNode(node, group, behind, made, kinds[node].operation))
+            made = not all(_is_leaf(child, kinds, edges) for _, child, _, _ in behind)
+            weight_nodes.append(WeightNode(node, group, behind, made, kinds[node].operation, saved[node]))
     late: dict[int, int] = {}
     sizes: dict[int, int] = {}
     early_leaves = []
@@ -191,14 +205,19 @@ def _plan(graph: Graph) -> SplitPlan:
     called = {each.node for each in weight_nodes}
     last = [each.node for each in weight_nodes if not any(child in chain for child, _ in edges[each.node])]
     return SplitPlan(
-        packings=list(packings.items()),
+        # Hooks are there for all that a node saves, or for nothing.
+        packings=[(node, saved[node][:1], packing) for node, packing in packings.items()],
         kept_shapes=list(kept_shapes.items()),
         reasons=list(dict.fromkeys(reasons.values())),
         whole=not sizes or any(kinds[node].whole is not None for node in reasons),
         ends=[*structure.inputs, *early_leaves, *last],
         early=early_leaves,
         weight_nodes=weight_nodes,
-        spent=[node for node in order if kinds[node].saves and node not in called and node not in late],
+        spent={
+            node: names_of_saved(nodes[node])
+            for node in order
+            if kinds[node].saves and node not in called and node not in late
+        },
         root_groups=[late.get(root) for root in structure.roots],
         group_bytes=sizes,
         functions={structure.kinds[node] for node in chain if kinds[node].function},
