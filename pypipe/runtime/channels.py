@@ -176,6 +176,7 @@ class _Incoming(NamedTuple):
     description: trees.Description
     specs: tuple[trees.TensorSpec, ...]
     offsets: tuple[int, ...]
+    is_tensor: bool  # and nothing around it
 
 
 def _uses(tensor: Tensor) -> int:
@@ -305,6 +306,13 @@ class ReceiveChannel:
         layout = self._layouts.get(message.layout)
         if layout is None:
             layout = self._learn(message)
+        if layout.is_tensor:  # the common case of one tensor, without bookkeeping
+            spec = layout.specs[0]
+            tensor = port.tensor(message, spec, 0)
+            if not (training and spec.requires_grad):
+                return Received(port, message, tensor, [tensor], [])
+            entered = enter(tensor.requires_grad_(), tensor.shape)
+            return Received(port, message, entered, [entered], [tensor])
         tensors = [
             port.tensor(message, spec, offset) for spec, offset in zip(layout.specs, layout.offsets, strict=True)
         ]
@@ -330,5 +338,5 @@ class ReceiveChannel:
             raise MismatchError(f"a peer sent {message.size} bytes of a layout that takes {size}")
         if len(self._layouts) >= 2 * _MOST_LAYOUTS:
             self._layouts.pop(next(iter(self._layouts)))
-        layout = self._layouts[number] = _Incoming(description, specs, tuple(offsets))
+        layout = self._layouts[number] = _Incoming(description, specs, tuple(offsets), description[0] == "T")
         return layout
