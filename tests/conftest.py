@@ -21,6 +21,16 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("pypipe", deadline=None)
 settings.load_profile("pypipe")
 
+# Files that take long come first, so that no worker is left with one at the end. Minutes or so, longest first.
+_LONG = ["nccl", "native", "campaign", "transparency", "demo", "signals", "autograd", "pipelines", "c10d", "readme"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Orders files, not the tests of a file."""
+    turns = {f"test_{name}.py": turn for turn, name in enumerate(_LONG)}
+    items.sort(key=lambda item: turns.get(item.path.name, len(turns)))
+
+
 # Rank processes import what they run by module name, so the helpers' folder is on the path of all of them.
 sys.path[:0] = [str(Path(__file__).parent / "helpers"), str(Path(__file__).parent / "emulator")]
 

@@ -232,4 +232,4 @@ def test_a_program_whose_ranks_wait_for_each_other_is_refused() -> None:
 
 
 def test_a_big_program_simulates() -> None:
-    assert simulate(one_f_one_b(64, 512)).bubble_ratio == 63 / (512 + 63)
+    assert simulate(one_f_one_b(256, 2048)).bubble_ratio == pytest.approx(255 / (2048 + 255), rel=1e-12)
