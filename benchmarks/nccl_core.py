@@ -1,10 +1,12 @@
-"""One send and one receive after another through the core's NCCL link, for a profiler; no torch, no output.
+"""One send and one receive after another through the core's NCCL link; no torch. nccl_host.py calls this.
 
     python benchmarks/nccl_core.py CORE MESSAGES CUDA NCCL
 
 CORE is pypipe's compiled core (`pypipe._core.__file__`), which is loaded without the rest, so that a profiler which
-slows a program down fifty times is done in seconds. CUDA and NCCL are the emulator's libraries. Both ends are in this
-process, over the two ends of one communicator and a pair of sockets. nccl_host.py --instructions calls this.
+slows a program down fifty times is done in seconds. CUDA and NCCL are the emulator's libraries, or those that do
+nothing (idle_device.cpp). Both ends are in this process, over the two ends of one communicator and a pair of sockets.
+Prints, as JSON, the nanoseconds of CPU time of a send and of a receive (post, receive and release) on the calling
+thread, and of these the kernel's.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from __future__ import annotations
 import ctypes
 import importlib.machinery
 import importlib.util
+import json
+import resource
 import socket
 import sys
 import threading
@@ -63,17 +67,36 @@ def main(path: str, messages: int, cuda_library: str, nccl_library: str) -> None
     receiver = core.ReceiveChannel(hubs[1], receive_link, 0, 0, SLOTS)
     layout = sender.announce("{}", [BYTES], 0, patience)
     tensor, stream = _Memory(BYTES).data_ptr(), 0
+    spent = {"send": [0.0, 0.0], "receive": [0.0, 0.0]}
+    pause = 0.02 if messages < 10_000 else 0.003  # a profiler makes everything slow
     for _ in range(messages // SLOTS):
+        begun = _used()
         for microbatch in range(SLOTS):
             sender.send(layout, 0, ord("F"), microbatch, 1, SLOTS, [tensor], stream, patience)
             sender.sent()
-        time.sleep(0.02)  # until all has been announced: what is counted below is no waiting
+        _add(spent["send"], begun)
+        time.sleep(pause)  # until all has been announced: what is counted below is no waiting
+        begun = _used()
         receiver.post(stream, patience)
-        time.sleep(0.02)  # until all has arrived
+        _add(spent["receive"], begun)
+        time.sleep(pause)  # until all has arrived
+        begun = _used()
         for microbatch in range(SLOTS):
             receiver.release(receiver.receive(0, ord("F"), microbatch, stream, patience), stream)
+        _add(spent["receive"], begun)
     for hub in hubs:
         hub.close()
+    count = messages // SLOTS * SLOTS
+    print(json.dumps({end: {"all": a / count * 1e9, "kernel": k / count * 1e9} for end, (a, k) in spent.items()}))
+
+
+def _used() -> tuple[float, float]:
+    return time.thread_time(), resource.getrusage(resource.RUSAGE_THREAD).ru_stime
+
+
+def _add(spent: list[float], begun: tuple[float, float]) -> None:
+    for place, (now, before) in enumerate(zip(_used(), begun, strict=True)):
+        spent[place] += now - before
 
 
 if __name__ == "__main__":

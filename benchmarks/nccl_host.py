@@ -1,11 +1,13 @@
-"""The host's share of one send and one receive over the NCCL link, on the emulator: it says nothing of a GPU's speed.
+"""The host's share of one send and one receive over the NCCL link, without a GPU: it says nothing of a GPU's speed.
 
     python benchmarks/nccl_host.py [--json] [--messages N] [--instructions]
 
-Two processes. One sends, and the other receives when all has arrived, so that no call waits. Nanoseconds are those of
-the whole call, with the emulator's part in it. With --instructions, nccl_core.py runs under valgrind's callgrind with
-two numbers of messages, and the difference is what the core and its bindings execute in user space for one send and
-one receive, with what they call of the C and C++ libraries, on the calling thread and on the two control threads.
+First, what is pypipe's own: CPU time of the calling thread, with a driver and an NCCL that do nothing
+(idle_device.cpp, which takes a C++ compiler), and what of it the kernel takes. Then two processes on the emulator: one
+sends, and the other receives when all has arrived, so that no call waits. There, nanoseconds are those of the whole
+call, with the emulator's part in it. With --instructions, nccl_core.py runs under valgrind's callgrind with two numbers
+of messages, and the difference is what the core and its bindings execute in user space for one send and one receive,
+with what they call of the C and C++ libraries, on the calling thread and on the two control threads.
 """
 
 from __future__ import annotations
@@ -41,18 +43,43 @@ def main() -> int:
         print(json.dumps(_rank(chosen.rank, chosen.store, chosen.messages)))
         return 0
     result: dict[str, Any] = {"bytes": BYTES, "load_average": round(os.getloadavg()[0], 2)}
+    result["own_ns"] = _own()
     result["ns"] = {name: value for said in _run(chosen.messages) for name, value in said.items()}
     if chosen.instructions:
         result["instructions"] = _instructions()
     if chosen.json:
         print(json.dumps(result, indent=2))
         return 0
-    print(f"{BYTES} bytes, load average {result['load_average']}; medians, emulator included")
+    print(f"{BYTES} bytes, load average {result['load_average']}")
+    for name, spent in result["own_ns"].items():
+        parts = ", ".join(f"{part} {value:.0f}" for part, value in spent.items())
+        print(f"  {name:8} CPU time of the calling thread, nothing of the device's in it, in ns: {parts}")
+    print("medians of the wall's time, emulator included")
     for name, value in result["ns"].items():
         print(f"  {name:8} {value:8.0f} ns")
     for thread, counted in result.get("instructions", {}).items():
         print(f"  {counted:8} instructions of the core for a send and a receive, on the {thread}")
     return 0
+
+
+def _own(turns: int = 5, messages: int = 16_000) -> dict[str, dict[str, float]]:
+    from pypipe import _core
+
+    with tempfile.TemporaryDirectory() as folder:
+        idle = f"{folder}/libidle.so"
+        compiler = os.environ.get("CXX", "c++").split()
+        flags = ["-std=c++20", "-O2", "-shared", "-fPIC", "-I", str(HERE.parent / "csrc")]
+        subprocess.run([*compiler, *flags, "-o", idle, str(HERE / "idle_device.cpp")], check=True)
+        command = [sys.executable, str(HERE / "nccl_core.py"), str(_core.__file__), str(messages), idle, idle]
+        said = [json.loads(subprocess.run(command, capture_output=True, check=True).stdout) for _ in range(turns)]
+    return {
+        end: {
+            "all": statistics.median(one[end]["all"] for one in said),
+            "kernel": statistics.median(one[end]["kernel"] for one in said),
+            "own code": statistics.median(one[end]["all"] - one[end]["kernel"] for one in said),
+        }
+        for end in ("send", "receive")
+    }
 
 
 def _environment(emulator: Any) -> dict[str, str]:
