@@ -7,6 +7,7 @@ saved for its backward, which then is autograd's version error and never a wrong
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class Handed:
         inside: Tensor = enter(leaf, leaf.shape)
         if leaf.is_contiguous():
             # The leaf is there for its gradient. The memory stays for as long as somebody has saved it for backward.
-            leaf.data = leaf.new_empty(()).expand(leaf.shape)
+            leaf.data = _nothing(leaf.dtype, leaf.device, leaf.shape)
         self.leaves.append(leaf)
         self._entered.append((inside, plain))
         return inside
@@ -113,6 +114,12 @@ class LocalChannel:
     def receive(self, microbatch: int, *, training: bool) -> Handed:
         """Takes what was handed over for this microbatch."""
         return Handed(self._parcels.pop(microbatch), training=training)
+
+
+@functools.lru_cache(maxsize=256)
+def _nothing(dtype: torch.dtype, device: torch.device, shape: torch.Size) -> Tensor:
+    """A tensor of this shape on the memory of one element, which nobody reads or writes."""
+    return torch.empty((), dtype=dtype, device=device).expand(shape)
 
 
 def _copy(tensor: Tensor) -> Tensor:
