@@ -478,12 +478,18 @@ void Hub::dispatch(int rank, Peer& peer, Frame frame) {
     waiting.frames += 1;
     waiting.bytes += frame.payload.size();
     waiting.descriptors += frame.descriptor ? 1 : 0;
-    if (waiting.frames > most_frames || waiting.bytes > most_inbox_bytes || waiting.descriptors > most_waiting_descriptors) {
+    if (waiting.frames > most_frames || waiting.bytes > most_inbox_bytes ||
+        waiting.descriptors > most_waiting_descriptors) {
       throw Error(Fault::protocol, "it sent frames that nobody asked for");
     }
     inboxes_[InboxKey{rank, frame.type, frame.channel}].push_back(std::move(frame));
   }
   notify(arrivals_);
+}
+
+void Hub::leave() noexcept {
+  if (closing_.load(std::memory_order_acquire)) return;
+  for (auto& [rank, peer] : peers_) tell(*peer, FrameType::leave, {});
 }
 
 void Hub::close() noexcept {

@@ -94,7 +94,11 @@ class Hub {
   void watch(Doorbell& bell);
   void unwatch(Doorbell& bell) noexcept;
 
-  // Says goodbye to every peer and joins the thread. Idempotent.
+  // Says goodbye to every peer: nothing that it still waits for will come, unless it was sent before. This rank goes on
+  // to hear them.
+  void leave() noexcept;
+
+  // Says goodbye, unless that was done, and joins the thread. Idempotent.
   void close() noexcept;
 
   // In a forked child: gives up the sockets without a word, so that the parent's death is seen by its peers.

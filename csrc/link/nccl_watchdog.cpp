@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "base/error.hpp"
 #include "base/json.hpp"
 #include "control/frame.hpp"
 #include "control/recorder.hpp"
@@ -104,11 +105,16 @@ void NcclWatchdog::close(const Patience& patience) noexcept {
     for (const auto& edge : edges_) edge->abort();
     return;
   }
-  // In whatever order the ranks come here: each tells all its peers before it waits for any.
+  // In whatever order the ranks come here: each tells all its peers before it waits for any. To those that still need
+  // this rank it is the hub that tells it; they fail, and then there is nothing to wait for.
+  hub_.leave();
   for (const auto& edge : edges_) edge->begin_close();
   const auto deadline = std::chrono::steady_clock::now() + patience.timeout;
   for (const auto& edge : edges_) {
     Patience left = patience;
+    left.interruption = [this] {
+      if (hub_.cause()) throw Error(Fault::aborted, "the pipeline has failed");
+    };
     left.timeout = std::max(deadline - std::chrono::steady_clock::now(), std::chrono::nanoseconds(0));
     edge->end_close(left);
   }

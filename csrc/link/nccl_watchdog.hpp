@@ -28,7 +28,8 @@ class NcclWatchdog {
   NcclWatchdog& operator=(const NcclWatchdog&) = delete;
   ~NcclWatchdog();
 
-  // Stops watching, and takes the communicators down in good order, or aborts them where the pipeline has failed.
+  // Stops watching, tells the peers that this rank leaves, and takes the communicators down in good order, or aborts
+  // them where the pipeline has failed or now fails.
   void close(const Patience& patience) noexcept;
 
  private:

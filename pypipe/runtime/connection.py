@@ -166,8 +166,9 @@ def _ways(links: Iterable[Link], cards: Sequence[Card], checksum: bool) -> dict[
 
 
 def _close(carriers: Mapping[str, Carrier], hub: _core.Hub, recorder: Recorder) -> None:
-    for carrier in carriers.values():
-        carrier.close()
+    # NCCL's last: its end begins with a goodbye to all neighbours, and what others carry must be with them by then.
+    for way in sorted(carriers, key=lambda way: way == "nccl"):
+        carriers[way].close()
     hub.close()
     if hub.cause() is None:
         recorder.core.discard()
