@@ -19,7 +19,6 @@
 #include <utility>
 
 #include "base/error.hpp"
-#include "base/json.hpp"
 
 namespace pypipe {
 namespace {
@@ -29,8 +28,6 @@ constexpr std::size_t most_frames = 1 << 16;
 constexpr std::size_t most_inbox_bytes = std::size_t{64} << 20;
 constexpr std::size_t most_waiting_descriptors = 256;
 constexpr std::chrono::milliseconds farewell{500};  // patience for abort and leave frames
-constexpr std::size_t most_ranks = 1 << 16;         // that are believed to ask or to answer
-constexpr std::chrono::milliseconds moment{500};    // for a question that nobody shall notice
 
 enum class Written { all, nothing, half };
 
@@ -208,100 +205,6 @@ void Hub::check(int peer) const {
   if (find(peer).state.load(std::memory_order_acquire) != State::present) {
     throw Error(Fault::peer_gone, "rank " + std::to_string(peer) + " has left the pipeline");
   }
-}
-
-void Hub::set_recorder(std::shared_ptr<Recorder> recorder) {
-  if (thread_.joinable() || closing_) throw Error(Fault::usage, "set_recorder() after start()");
-  recorder_ = std::move(recorder);
-}
-
-void Hub::share_record(int peer, const Patience& patience) {
-  if (recorder_) send(peer, FrameType::record, 0, 0, {}, patience, recorder_->descriptor());
-}
-
-std::vector<Hub::Answer> Hub::ask(std::size_t ranks, const Patience& patience) {
-  const std::scoped_lock turn(asking_);
-  std::uint64_t number = 0;
-  {
-    const std::scoped_lock lock(mutex_);
-    answers_.clear();
-    number = ++question_;
-  }
-  const auto me = static_cast<std::uint32_t>(rank_);
-  for (auto& [rank, peer] : peers_) offer(*peer, FrameType::ask, me, number, {});
-  const auto everybody = [&] {
-    if (failed_.load(std::memory_order_acquire)) return true;  // ranks leave now, and the cause says more
-    const std::scoped_lock lock(mutex_);
-    return answers_.size() + 1 >= ranks;
-  };
-  (void)await(arrivals_, patience, everybody, [] {});
-  std::vector<Answer> all;
-  if (recorder_) all.push_back({recorder_->activity()});
-  const std::scoped_lock lock(mutex_);
-  for (const auto& [rank, status] : answers_) all.push_back({status});
-  for (const auto& [rank, peer] : peers_) {
-    if (answers_.contains(static_cast<std::uint32_t>(rank)) || !peer->record) continue;
-    if (const auto status = activity_in(peer->record.get())) all.push_back({*status, true});
-  }
-  question_ += 1;  // answers that come now are too late
-  return all;
-}
-
-bool Hub::somebody_is_busy(std::size_t ranks, std::chrono::nanoseconds lately) {
-  Patience patience;
-  patience.timeout = moment;
-  const std::vector<Answer> all = ask(ranks, patience);
-  return std::any_of(all.begin(), all.end(), [&](const Answer& one) {
-    const Activity& activity = one.status;
-    const bool was = activity.worked != 0 && std::cmp_less(activity.worked, lately.count());
-    return !one.silent && (activity.busy != 0 || was);
-  });
-}
-
-void Hub::hear_question(int from, const Frame& frame) {
-  if (frame.channel == static_cast<std::uint32_t>(rank_)) return;  // this rank's own, come round
-  Question& latest = questions_[frame.channel];
-  if (questions_.size() > most_ranks) throw Error(Fault::protocol, "it asks for more ranks than there can be");
-  if (frame.value <= latest.number) return;
-  latest = {frame.value, from};
-  if (recorder_) {
-    const Activity status = recorder_->activity();
-    offer(*peers_.at(from), FrameType::answer, frame.channel, frame.value,
-          std::string_view(reinterpret_cast<const char*>(&status), sizeof(status)));
-  }
-  for (auto& [rank, peer] : peers_) {
-    if (rank != from) offer(*peer, FrameType::ask, frame.channel, frame.value, {});
-  }
-}
-
-void Hub::hear_answer(const Frame& frame) {
-  if (frame.channel != static_cast<std::uint32_t>(rank_)) {
-    const auto question = questions_.find(frame.channel);
-    if (question == questions_.end() || question->second.number != frame.value) return;
-    offer(*peers_.at(question->second.from), FrameType::answer, frame.channel, frame.value, frame.payload);
-    return;
-  }
-  Activity status;
-  if (frame.payload.size() != sizeof(status)) throw Error(Fault::protocol, "an answer of a wrong length");
-  std::memcpy(&status, frame.payload.data(), sizeof(status));
-  status.work.back() = '\0';
-  {
-    const std::scoped_lock lock(mutex_);
-    if (frame.value != question_ || status.rank >= most_ranks) return;
-    answers_[status.rank] = status;
-  }
-  notify(arrivals_);
-}
-
-// With what the peer did last, where its record is at hand: that outlives it.
-std::string Hub::lost_cause(int lost, std::string_view how) {
-  std::string text = R"({"kind":"lost","rank":)" + std::to_string(lost) + R"(,"seen_by":)" + std::to_string(rank_) +
-                     R"(,"how":)" + quoted(how);
-  const std::scoped_lock lock(mutex_);
-  if (const Fd& record = peers_.at(lost)->record) {
-    if (const auto status = activity_in(record.get())) text += R"(,"status":)" + to_json(*status);
-  }
-  return text + "}";
 }
 
 void Hub::watch(Doorbell& bell) {
