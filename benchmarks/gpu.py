@@ -9,6 +9,7 @@ Parts:
   two        two processes on one GPU, where NCCL allows it; else what NCCL answered
   sanitizer  compute-sanitizer on a small run of the first part
   speed      latency and bandwidth beside bare ncclSend/ncclRecv, and the host's microseconds per call
+  several    a message of several tensors: packed, as the link does it, beside a group of sends
   hidden     how much of a transfer is hidden behind a matmul
   c10d       torch.distributed's isend and irecv, between two processes on one GPU, where NCCL allows it
 """
@@ -28,7 +29,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent / "tests"
 sys.path[:0] = [str(TESTS / "helpers"), str(HERE)]
 
-LIMITS = {"correct": 90, "two": 80, "sanitizer": 100, "speed": 60, "hidden": 40, "c10d": 60}
+LIMITS = {"correct": 90, "two": 80, "sanitizer": 100, "speed": 60, "several": 40, "hidden": 40, "c10d": 60}
 SIZES = [8, 4096, 65536, 1 << 20, 16 << 20, 256 << 20]
 
 
@@ -122,6 +123,7 @@ def _run_here(part: str) -> int:
         "two": _two,
         "sanitizer": _sanitizer,
         "speed": _speed,
+        "several": _several,
         "hidden": _hidden,
         "c10d": _c10d,
     }
@@ -273,16 +275,28 @@ class _Bare:
         if result != 0:
             raise RuntimeError(f"NCCL answered {result}")
 
-    def exchange(self, source: int, target: int, size: int, stream: int) -> None:
-        nccl, communicator = self._nccl, self._communicator
+    def exchange(self, parts: Sequence[tuple[int, int]], size: int, stream: int) -> None:
+        """Sends so many bytes from the first address of each part, and receives them at its second."""
+        nccl, count = self._nccl, ctypes.c_size_t(size)
         self._check(nccl.ncclGroupStart())
-        self._check(
-            nccl.ncclSend(ctypes.c_void_p(source), ctypes.c_size_t(size), 1, 0, communicator, ctypes.c_void_p(stream))
-        )
-        self._check(
-            nccl.ncclRecv(ctypes.c_void_p(target), ctypes.c_size_t(size), 1, 0, communicator, ctypes.c_void_p(stream))
-        )
+        for source, target in parts:
+            for call, address in ((nccl.ncclSend, source), (nccl.ncclRecv, target)):
+                there = (1, 0, self._communicator, ctypes.c_void_p(stream))  # bytes, to the only rank
+                self._check(call(ctypes.c_void_p(address), count, *there))
         self._check(nccl.ncclGroupEnd())
+
+    def exchanges(self, count: int, size: int) -> Callable[[], None]:
+        """What exchanges tensors of their own, so many of so many bytes, on a stream of its own."""
+        import torch
+
+        tensors = [torch.zeros(size, dtype=torch.uint8, device=_device()) for _ in range(2 * count)]
+        parts = [(a.data_ptr(), b.data_ptr()) for a, b in zip(tensors[::2], tensors[1::2], strict=True)]
+        stream = torch.cuda.Stream(_device())
+
+        def exchange(kept: Any = tensors) -> None:
+            self.exchange(parts, size, stream.cuda_stream)
+
+        return exchange
 
 
 def _per_call(exchange: Callable[[], None], count: int) -> tuple[float, float]:
@@ -298,8 +312,8 @@ def _per_call(exchange: Callable[[], None], count: int) -> tuple[float, float]:
     return (time.perf_counter() - start) / count * 1e6, (issued - start) / count * 1e6
 
 
-def _looped(size: int) -> tuple[Any, Callable[[], None], Callable[[], None]]:
-    """A self loop, and what starts and what ends one message over it."""
+def _looped(*sizes: int) -> tuple[Any, Callable[[], None], Callable[[], None]]:
+    """A self loop, and what starts and what ends one message of such tensors over it."""
     import self_loop
     import torch
 
@@ -307,13 +321,13 @@ def _looped(size: int) -> tuple[Any, Callable[[], None], Callable[[], None]]:
 
     loop = self_loop.SelfLoop(_device())
     sender, receiver = loop.ports(2)
-    layout = sender.announce("{}", [size], 0)
-    tensor = torch.zeros(size, dtype=torch.uint8, device=_device())
+    layout = sender.announce("{}", list(sizes), 0)
+    tensors = [torch.zeros(size, dtype=torch.uint8, device=_device()) for size in sizes]
     tag = Tag(0, self_loop.FORWARD, 0, 0, 0)
 
     def start() -> None:
         receiver.post()
-        sender.send(layout, tag, [tensor])
+        sender.send(layout, tag, tensors)
         loop.issue()
 
     def end() -> None:
@@ -323,35 +337,54 @@ def _looped(size: int) -> tuple[Any, Callable[[], None], Callable[[], None]]:
 
 
 def _speed() -> dict[str, Any]:
-    import torch
-
     sizes = SIZES[:3] if _is_dry() else SIZES
     rows = []
     bare = None if _is_dry() else _Bare()
     for size in sizes:
         count = 20 if _is_dry() else max(10, min(1000, int(2e9 / max(size, 1 << 16))))
-        loop, start, end = _looped(size)
-
-        def exchange(start: Callable[[], None] = start, end: Callable[[], None] = end) -> None:
-            start()
-            end()
-
-        try:
-            device, host = _median(lambda exchange=exchange, count=count: _per_call(exchange, count))
-        finally:
-            loop.close()
+        device, host = _through_the_link([size], count)
         row = {"bytes": size, "pypipe_us": device, "pypipe_host_us": host, "pypipe_GBps": size / device / 1e3}
         if bare is not None:
-            source, target = (torch.zeros(size, dtype=torch.uint8, device=_device()) for _ in range(2))
-            stream = torch.cuda.Stream(_device())
-
-            def floor(size: int = size, source: Any = source, target: Any = target, stream: Any = stream) -> None:
-                bare.exchange(source.data_ptr(), target.data_ptr(), size, stream.cuda_stream)
-
+            floor = bare.exchanges(1, size)
             device, host = _median(lambda floor=floor, count=count: _per_call(floor, count))
             row |= {"bare_us": device, "bare_host_us": host, "bare_GBps": size / device / 1e3}
         rows.append(row)
     return {"rows": rows, "note": "one process, one send and one receive in a group; bare through ctypes"}
+
+
+def _through_the_link(sizes: Sequence[int], count: int) -> tuple[float, float]:
+    """As _per_call(), for messages of such tensors."""
+    loop, start, end = _looped(*sizes)
+
+    def exchange() -> None:
+        start()
+        end()
+
+    try:
+        return _median(lambda: _per_call(exchange, count))
+    finally:
+        loop.close()
+
+
+def _several() -> dict[str, Any]:
+    """What packing costs beyond one tensor of the same bytes, and what a group of sends costs beyond one send."""
+    rows = []
+    bare = None if _is_dry() else _Bare()
+    for number in (2, 8):
+        for size in (4096, 65536) if _is_dry() else (4096, 65536, 1 << 20, 8 << 20):
+            count = 20 if _is_dry() else max(10, min(500, int(1e9 / (number * size))))
+            row: dict[str, Any] = {"tensors": number, "bytes_each": size}
+            row["packed_us"], row["packed_host_us"] = _through_the_link([size] * number, count)
+            row["one_us"], row["one_host_us"] = _through_the_link([size * number], count)
+            if bare is not None:
+                for name, exchange in (
+                    ("bare_group", bare.exchanges(number, size)),
+                    ("bare_one", bare.exchanges(1, number * size)),
+                ):
+                    times = _median(lambda exchange=exchange, count=count: _per_call(exchange, count))
+                    row[f"{name}_us"], row[f"{name}_host_us"] = times
+            rows.append(row)
+    return {"rows": rows, "note": "packing pays where packed - one is less than bare_group - bare_one"}
 
 
 def _median(measure: Callable[[], tuple[float, float]], rounds: int = 5) -> tuple[float, float]:
