@@ -22,6 +22,10 @@ def test_close_returns_although_a_transfer_never_ends(gpus: RankPool) -> None:
         assert again.startswith("PipelineError"), f"rank {rank}: {again}"
 
 
+def test_ctrl_c_ends_a_close_that_waits_for_the_other_ranks(gpus: RankPool) -> None:
+    assert gpus.run(3, cases.interrupted_close) == ["KeyboardInterrupt", "", ""]
+
+
 @pytest.mark.parametrize("how", ["close", "raise"])
 def test_a_rank_that_leaves_in_the_middle_ends_the_others_step_and_their_close(gpus: RankPool, how: str) -> None:
     results = gpus.run(3, cases.while_others_step, how)

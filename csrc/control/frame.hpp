@@ -20,7 +20,7 @@ enum class FrameType : std::uint16_t {
   memory = 2,    // channel, value = generation; carries a descriptor; payload: see link/shm_link.cpp
   envelope = 3,  // channel; payload: an Envelope, for links that do not carry it themselves
   abort = 4,     // payload: the first cause, as JSON
-  leave = 5,     // the peer closes its end in good order
+  leave = 5,     // the peer will send no more messages, and closes its end in good order
   record = 6,    // carries the descriptor of the sender's record; see control/recorder.hpp
   ask = 7,       // channel = the rank that asks what everybody does, value = its question's number
   answer = 8,    // the same; payload: an Activity

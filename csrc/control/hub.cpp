@@ -266,7 +266,7 @@ void Hub::tell(Peer& peer, FrameType type, std::string_view payload) noexcept {
 
 // A frame that may be lost: it is not sent where that would take waiting.
 void Hub::offer(Peer& peer, FrameType type, std::uint32_t channel, std::uint64_t value, std::string_view payload) {
-  if (peer.state != State::present) return;
+  if (peer.state == State::lost) return;
   const auto header = encode_header(type, channel, value, payload.size());
   const std::array parts{part(header.data(), header.size()), part(payload.data(), payload.size())};
   const auto deadline = std::chrono::steady_clock::now() + farewell;
@@ -288,7 +288,7 @@ void Hub::run() noexcept {
     waits.assign(1, pollfd{wake_.get(), POLLIN, 0});
     open.clear();
     for (auto& [rank, peer] : peers_) {
-      if (peer->state != State::present) continue;
+      if (peer->state == State::lost) continue;  // who has said goodbye still passes on what others say
       waits.push_back(pollfd{peer->socket.get(), POLLIN, 0});
       open.emplace_back(rank, peer.get());
     }
@@ -346,7 +346,7 @@ void Hub::read(int rank, Peer& peer) {
   peer.reader.feed(std::span(buffer).first(static_cast<std::size_t>(got)));
   while (auto frame = peer.reader.next()) {
     dispatch(rank, peer, std::move(*frame));
-    if (peer.state != State::present) return;
+    if (peer.state == State::lost) return;
   }
 }
 
@@ -388,6 +388,14 @@ void Hub::dispatch(int rank, Peer& peer, Frame frame) {
     inboxes_[InboxKey{rank, frame.type, frame.channel}].push_back(std::move(frame));
   }
   notify(arrivals_);
+}
+
+std::vector<int> Hub::departed() const {
+  std::vector<int> ranks;
+  for (const auto& [rank, peer] : peers_) {
+    if (peer->state != State::present) ranks.push_back(rank);
+  }
+  return ranks;
 }
 
 void Hub::leave() noexcept {

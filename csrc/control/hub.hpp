@@ -1,14 +1,18 @@
 // One control socket per pair of neighbours, and the thread that reads them all.
 //
 // Who does what:
-//   any thread      send(), take(), abort(), ask(), check(), close()
+//   any thread      send(), take(), abort(), ask(), check(), leave(), close(), and what only reads
 //   the hub thread  reads sockets, sorts frames into inboxes, notices deaths, passes aborts on, rings bells,
 //                   answers questions and passes them on
 //
 // A question (ask()) floods the pipeline: a hub that hears it for the first time answers to the peer it came from, and
 // passes it on to its other peers; their answers go back the way the question came. A rank that is busy or deadlocked
 // answers, since its hub thread does; one that is stopped does not, and who asks reads its record where it can.
-// A hub thread gives up an answer rather than wait: nobody waits for it longer than he said he would.
+// A hub thread gives up an answer rather than wait: nobody waits for it longer than he said he would. Questions are in
+// hub_questions.cpp.
+//
+// A peer that has said goodbye sends no more messages, but it still hears and passes on aborts and questions, until its
+// socket ends, which then is no loss.
 //
 // `mutex_` guards inboxes, states and bells; each peer's `writing` mutex keeps its frames whole. The first
 // cause is written once, before `failed_` is stored (release). No mutex is held while a call blocks, except
@@ -90,15 +94,18 @@ class Hub {
   // Whether a rank that answers within a moment says that it is busy, or was so less than `lately` ago.
   [[nodiscard]] bool somebody_is_busy(std::size_t ranks, std::chrono::nanoseconds lately);
 
+  // The peers that have said goodbye or are gone.
+  [[nodiscard]] std::vector<int> departed() const;
+
   // Bells of waiting threads, to be rung when a peer leaves or the pipeline fails.
   void watch(Doorbell& bell);
   void unwatch(Doorbell& bell) noexcept;
 
-  // Says goodbye to every peer: nothing that it still waits for will come, unless it was sent before. This rank goes on
-  // to hear them.
+  // Says goodbye to every peer: no message will come any more, but those that were sent before. This rank goes on to
+  // hear them, and to pass on what they say.
   void leave() noexcept;
 
-  // Says goodbye, unless that was done, and joins the thread. Idempotent.
+  // Says goodbye (once more) and joins the thread. Idempotent.
   void close() noexcept;
 
   // In a forked child: gives up the sockets without a word, so that the parent's death is seen by its peers.

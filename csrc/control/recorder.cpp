@@ -167,7 +167,10 @@ void Recorder::set_busy(std::string_view work) noexcept {
     return;
   }
   std::array<char, sizeof(Activity::work)> text{};
-  std::memcpy(text.data(), work.data(), std::min(work.size(), text.size() - 1));
+  std::size_t length = std::min(work.size(), text.size() - 1);
+  // Not in the middle of a character (UTF-8).
+  while (length < work.size() && length > 0 && (static_cast<unsigned char>(work[length]) & 0xC0U) == 0x80U) --length;
+  std::memcpy(text.data(), work.data(), length);
   for (std::size_t i = 0; i < header_->work.size(); ++i) {
     std::uint64_t word = 0;
     std::memcpy(&word, text.data() + i * sizeof(word), sizeof(word));

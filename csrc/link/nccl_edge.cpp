@@ -137,8 +137,7 @@ std::optional<NcclEdge::Trouble> NcclEdge::watch(std::chrono::steady_clock::dura
   if (operations_.empty() || std::chrono::steady_clock::now() - operations_.front().since < limit) {
     return std::nullopt;
   }
-  return Trouble{
-      "a transfer of " + name_ + " did not end; the other end has not started its part, or the device is stuck", true};
+  return Trouble{"a transfer of " + name_ + " did not end", true};
 }
 
 void NcclEdge::pardon() {

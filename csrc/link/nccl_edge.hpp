@@ -1,8 +1,8 @@
 // What one end of an NCCL link owns: a communicator of two ranks, the stream that all its operations use, and the
 // list of those that have not ended. In the fallback (nccl_group.hpp) all links between two ranks share one.
 //
-// Threads. The host thread that runs the program calls everything but watch(); the watchdog's thread calls watch() and
-// abort(). `mutex_` guards the communicator handle against being aborted in the middle of a call, and the list.
+// Threads. The host thread that runs the program calls everything but watch() and pardon(); the watchdog's thread calls
+// these and abort(). `mutex_` guards the communicator handle against being aborted in the middle of a call, and the list.
 #pragma once
 
 #include <atomic>

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <csignal>
+#include <exception>
 #include <optional>
 #include <string>
 #include <utility>
@@ -65,9 +66,14 @@ void NcclWatchdog::look() {
         edge->pardon();
         continue;
       }
-      hub_.abort(trouble->overdue ? overdue(trouble->what)
-                                  : R"({"kind":"link","rank":)" + std::to_string(hub_.rank()) + R"(,"message":)" +
-                                        quoted(trouble->what) + "}");
+      if (!trouble->overdue) {
+        hub_.abort(R"({"kind":"link","rank":)" + std::to_string(hub_.rank()) + R"(,"message":)" +
+                   quoted(trouble->what) + "}");
+        break;
+      }
+      const std::string cause = overdue(trouble->what);
+      if (!edge->watch(limit_)) continue;  // it has ended while the ranks were asked
+      hub_.abort(cause);
       break;
     }
   }
@@ -86,7 +92,7 @@ std::string NcclWatchdog::overdue(const std::string& what) {
   bool first = true;
   for (const Hub::Answer& answer : hub_.ask(ranks_, patience)) {
     const std::string status = to_json(answer.status);
-    if (text.size() + status.size() > abort_limit / 2)
+    if (text.size() + status.size() > abort_limit / 10 * 9)
       break;  // a rank that is left out is one that nothing is known of
     text += (first ? "[" : ",[") + status + (answer.silent ? ",true]" : ",false]");
     first = false;
@@ -94,7 +100,7 @@ std::string NcclWatchdog::overdue(const std::string& what) {
   return text + "]}";
 }
 
-void NcclWatchdog::close(const Patience& patience) noexcept {
+void NcclWatchdog::close(const Patience& patience) {
   {
     const std::scoped_lock lock(mutex_);
     closing_ = true;
@@ -110,14 +116,23 @@ void NcclWatchdog::close(const Patience& patience) noexcept {
   hub_.leave();
   for (const auto& edge : edges_) edge->begin_close();
   const auto deadline = std::chrono::steady_clock::now() + patience.timeout;
+  std::exception_ptr interrupted;
   for (const auto& edge : edges_) {
     Patience left = patience;
-    left.interruption = [this] {
-      if (hub_.cause()) throw Error(Fault::aborted, "the pipeline has failed");
+    left.interruption = [&] {  // what it throws ends the edge
+      if (interrupted || hub_.cause()) throw Error(Fault::aborted, "the pipeline has failed");
+      if (!patience.interruption) return;
+      try {
+        patience.interruption();
+      } catch (...) {
+        interrupted = std::current_exception();
+        throw;
+      }
     };
     left.timeout = std::max(deadline - std::chrono::steady_clock::now(), std::chrono::nanoseconds(0));
     edge->end_close(left);
   }
+  if (interrupted) std::rethrow_exception(interrupted);
 }
 
 }  // namespace pypipe

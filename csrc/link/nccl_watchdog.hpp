@@ -30,7 +30,8 @@ class NcclWatchdog {
 
   // Stops watching, tells the peers that this rank leaves, and takes the communicators down in good order, or aborts
   // them where the pipeline has failed or now fails.
-  void close(const Patience& patience) noexcept;
+  // Throws what `patience.interruption` throws, when all is down.
+  void close(const Patience& patience);
 
  private:
   void run() noexcept;

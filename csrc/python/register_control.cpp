@@ -116,6 +116,8 @@ void register_control(py::module_& module) {
            })
       .def("check", &Hub::check, arg("peer"), Released())
       .def("close", &Hub::close, Released())
+      .def("leave", &Hub::leave, Released())
+      .def("departed", &Hub::departed)
       .def("abandon", &Hub::abandon)
       .def("set_recorder", &Hub::set_recorder, arg("recorder"))
       .def("share_record", &Hub::share_record, arg("peer"), arg("patience"), Released())

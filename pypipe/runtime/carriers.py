@@ -53,7 +53,10 @@ class Carrier(Protocol):
         """Ends a run of transfers: what was held back, where `holds_back`, goes out."""
 
     def close(self) -> None:
-        """Before the control sockets close. Never raises."""
+        """Before the control sockets close. Raises nothing but KeyboardInterrupt.
+
+        NCCL's says goodbye to all neighbours first, so it is the last.
+        """
 
 
 def carrier_of(link: Link, cards: Sequence[Card]) -> str:

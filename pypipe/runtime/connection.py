@@ -167,11 +167,13 @@ def _ways(links: Iterable[Link], cards: Sequence[Card], checksum: bool) -> dict[
 
 def _close(carriers: Mapping[str, Carrier], hub: _core.Hub, recorder: Recorder) -> None:
     # NCCL's last: its end begins with a goodbye to all neighbours, and what others carry must be with them by then.
-    for way in sorted(carriers, key=lambda way: way == "nccl"):
-        carriers[way].close()
-    hub.close()
-    if hub.cause() is None:
-        recorder.core.discard()
+    try:
+        for way in sorted(carriers, key=lambda way: way == "nccl"):
+            carriers[way].close()
+    finally:
+        hub.close()
+        if hub.cause() is None:
+            recorder.core.discard()
 
 
 def _recorder(rank: int, identity: str) -> Recorder:

@@ -151,9 +151,14 @@ def from_cause(text: str, doing: str, program: Program | None = None) -> Pipelin
         return PipelineTimeout(f"{doing}: stopped because a rank waited too long: {cause.get('message')}")
     if kind == "overdue":  # csrc/link/nccl_watchdog.cpp
         try:
-            table = situation.table(situation.known(cause["found"]), int(cause["ranks"]), origin, program)
-            problem = f"on rank {origin} {cause['message']} within {float(cause['seconds']):g} s. {table}"
-        except (ValueError, KeyError, TypeError, AttributeError):
+            found = situation.known(cause["found"])
+            table = situation.table(found, int(cause["ranks"]), origin, program, waits=False)
+            seconds = float(cause["seconds"])
+            problem = (
+                f"on rank {origin} {cause['message']} within {seconds:g} s: the other end has not started its part, or "
+                f"the device is stuck. {table}"
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             return PipelineError(f"{doing}: the pipeline failed: {text[:1000]}")
         return PipelineTimeout(f"{doing}: {problem}\n{_BUSY}")
     if kind == "left":

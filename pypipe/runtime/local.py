@@ -52,7 +52,7 @@ class Handed:
         inside: Tensor = enter(leaf, leaf.shape)
         if leaf.is_contiguous():
             # The leaf is there for its gradient. The memory stays for as long as somebody has saved it for backward.
-            leaf.data = _nothing(leaf.dtype, leaf.device, leaf.shape)
+            leaf.data = _nothing(type(leaf), leaf.dtype, leaf.device, leaf.shape)
         self.leaves.append(leaf)
         self._entered.append((inside, plain))
         return inside
@@ -117,8 +117,8 @@ class LocalChannel:
 
 
 @functools.lru_cache(maxsize=256)
-def _nothing(dtype: torch.dtype, device: torch.device, shape: torch.Size) -> Tensor:
-    """A tensor of this shape on the memory of one element, which nobody reads or writes."""
+def _nothing(_kind: type[Tensor], dtype: torch.dtype, device: torch.device, shape: torch.Size) -> Tensor:
+    """A tensor of this shape on the memory of one element, which nobody reads or writes; for each kind (a fake one)."""
     return torch.empty((), dtype=dtype, device=device).expand(shape)
 
 

@@ -11,6 +11,10 @@ from torch.autograd.function import BackwardCFunction
 
 __all__ = ["Packed", "drop_saved", "drop_weights", "names_of_saved", "packed", "saves"]
 
+# What these operations save follows from which of their inputs need gradients. Others save an input that may be there
+# or not (an attention's mask), or what a user's Function likes.
+_FIXED = {"Addmm", "Mm", "Bmm", "Baddbmm"}
+
 # Whether this torch can say that hooks packed a saved tensor.
 _sees_packing = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
 # Whether it can say that nothing was saved.
@@ -30,23 +34,25 @@ def saves(kind: type) -> bool:
     return bool(_names(kind))
 
 
-def names_of_saved(node: Any) -> tuple[str, ...]:
-    """Under which names the node has saved something. A look at one that is empty is not free."""
-    return tuple(name for name in _names(type(node)) if not _is_empty(getattr(node, name)))
+def names_of_saved(node: Any, operation: str | None) -> tuple[str, ...]:
+    """Under which names a node of this operation may have saved something, in this graph and others of its structure.
+
+    To look at one that is empty is not free.
+    """
+    names = _names(type(node))
+    if operation not in _FIXED or not (_sees_nothing and _sees_packing):
+        return tuple(names)
+    return tuple(name for name in names if not _is_empty(getattr(node, name)))
 
 
 def _is_empty(saved: Any) -> bool:
-    if isinstance(saved, tuple):
-        return not saved
-    return _sees_nothing and saved.data is None
+    return saved.data is None and saved.unpack_hook is None  # a hook may have packed it into None
 
 
 def packed(node: Any, names: tuple[str, ...]) -> Packed:
-    """Whether hooks packed what a node saved. `MAYBE` if not by a checkpoint, or if this torch cannot tell.
+    """Whether hooks packed what a node saved under these names.
 
-    Args:
-        node: what was saved.
-        names: under which names to look.
+    `MAYBE` if not by a checkpoint, or if this torch cannot tell.
     """
     if not _sees_packing:
         return Packed.MAYBE
@@ -81,6 +87,8 @@ def drop_saved(node: Any, names: tuple[str, ...]) -> None:
     """
     for name in names:
         for saved in _as_tuple(getattr(node, name)):
+            if _sees_nothing and saved.data is None:  # cheaper than the error
+                continue
             try:
                 saved.register_hooks(id, _forgotten)
             except RuntimeError:  # there was nothing, or somebody else's hooks hold it

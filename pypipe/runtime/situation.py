@@ -14,13 +14,18 @@ __all__ = ["known", "last_words", "survey", "table"]
 
 _ANSWER_SECONDS = 1.0
 
-Activity = dict[str, Any]  # as csrc/control/recorder.cpp writes it; "silent": it did not answer, its record did
+# As csrc/control/recorder.cpp writes it. "silent": it did not answer, its record did; "left": it has said goodbye.
+Activity = dict[str, Any]
 
 
 def survey(hub: _core.Hub, size: int) -> dict[int, Activity]:
     """Asks every rank what it is doing; waits a second at most. Ranks that nothing is known of are missing."""
     answers = hub.ask(size, _core.Patience(_ANSWER_SECONDS))
-    return known([(json.loads(text), silent) for text, silent in answers])
+    found = known([(json.loads(text), silent) for text, silent in answers])
+    for rank in hub.departed():
+        if rank in found:
+            found[rank]["left"] = True
+    return found
 
 
 def known(answers: Iterable[tuple[Activity, bool]]) -> dict[int, Activity]:
@@ -28,22 +33,32 @@ def known(answers: Iterable[tuple[Activity, bool]]) -> dict[int, Activity]:
     return {activity["rank"]: {**activity, "silent": silent} for activity, silent in answers}
 
 
-def table(found: Mapping[int, Activity], size: int, me: int, program: Program | None) -> str:
-    """One line for each rank, and before them who it is that the others wait for."""
+def table(found: Mapping[int, Activity], size: int, me: int, program: Program | None, *, waits: bool = True) -> str:
+    """One line for each rank, and before them who it is that the others wait for.
+
+    Args:
+        found: what is known of the ranks.
+        size: how many there are.
+        me: the rank that asks.
+        program: what runs, where that is known.
+        waits: whether it asks because it waits itself.
+    """
     rows = [("rank", "step", "doing", "for", "completed last")]
-    waits = {rank: _waits_for(activity, program) for rank, activity in found.items() if not activity["silent"]}
+    awaited = {rank: _waits_for(activity, program) for rank, activity in found.items() if not activity["silent"]}
     for rank in range(size):
         activity = found.get(rank)
         if activity is None:
             rows.append((str(rank), "?", "DOES NOT ANSWER", "", ""))
             continue
-        doing, seconds = _doing(activity, waits.get(rank), rank == me)
-        if activity["silent"]:
+        doing, seconds = _doing(activity, awaited.get(rank), waits and rank == me)
+        if activity.get("left"):
+            doing, seconds = "has left: it closed its schedule", ""
+        elif activity["silent"]:
             doing = f"DOES NOT ANSWER (its record: {doing})"
         rows.append((str(rank), str(activity["step"]), doing, seconds, _completed(activity)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([_blame(found, size, me, waits), *lines])
+    return "\n".join([_blame(found, size, me, awaited), *lines])
 
 
 def last_words(activity: Activity) -> str:
@@ -116,6 +131,8 @@ def _blame(found: Mapping[int, Activity], size: int, me: int, waits: Mapping[int
         return "What each rank is doing:"
     through = "".join(f", through rank {between}" for between in seen[1:-1])
     activity = found.get(rank)
+    if activity is not None and activity.get("left"):
+        return f"It waits for rank {rank}{through}, which has left: it closed its schedule."
     if activity is None or activity["silent"]:
         return f"It waits for rank {rank}{through}, which does not answer: is it stopped, or its host gone?"
     return f"It waits for rank {rank}{through}: {_doing(activity, None, False)[0]}."

@@ -269,7 +269,7 @@ def _call(pending: list[tuple[list[_Call], list[GradientEdge], list[Tensor]]], _
             if gradient is None:
                 continue
             if not exact:  # the engine would do so as well, but after all of them are there
-                shape = _shape_of(edge)
+                shape = _expected_shape(edge)
                 if gradient.shape != shape:
                     gradient = gradient.sum_to_size(shape)
             roots.append(edge)
@@ -278,7 +278,7 @@ def _call(pending: list[tuple[list[_Call], list[GradientEdge], list[Tensor]]], _
         drop_saved(node, saved)
 
 
-def _shape_of(edge: GradientEdge) -> tuple[int, ...]:
+def _expected_shape(edge: GradientEdge) -> tuple[int, ...]:
     node: Node = edge.node
     kind: type = type(node)
     if kind is AccumulateGrad:

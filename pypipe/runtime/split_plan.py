@@ -67,7 +67,7 @@ class WeightNode:
         edges: its weight edges.
         made: whether a weight behind it was computed.
         operation: which of torch's operations it is, or None.
-        saved: under which names it has saved something.
+        saved: under which names it may have saved something.
     """
 
     node: int
@@ -84,13 +84,13 @@ class SplitPlan:
 
     Attributes:
         packings, kept_shapes: what else of a graph the plan depends on: for some nodes, what hooks did to what they
-            saved under a name or two; for others, whether they keep a shape.
+            saved; for others, whether they keep a shape.
         reasons: why some weights are early; empty where none is.
         whole: whether nothing can be left to W, so that a full backward it must be.
         ends: nodes at which I's run ends: the inputs, the early weights, and the chain's last nodes.
         early: the leaves whose gradients are accumulated in I.
         weight_nodes: the chain's nodes that have work in W.
-        spent: nodes that have nothing left to do after I, and under which names they have saved something.
+        spent: nodes that have nothing left to do after I, and under which names they may have saved something.
         root_groups: for each root, its group if it is W's, else None.
         group_bytes: for each group of W, the bytes of its weights. Groups share no node and no leaf.
         functions: the kinds of the chain's nodes that are not torch's own operations.
@@ -177,7 +177,7 @@ def _plan(graph: Graph) -> SplitPlan:
             if behind:
                 found[node] = behind
                 _merged(groups, [child for _, child, _, _ in behind])
-                saved[node] = names_of_saved(nodes[node])
+                saved[node] = names_of_saved(nodes[node], kind.operation)
                 packings[node] = packing = packed(nodes[node], saved[node])
                 reason = kind.joint if packing is not Packed.BY_CHECKPOINT else "a checkpoint recomputes once only"
                 if reason is not None:
@@ -205,8 +205,7 @@ def _plan(graph: Graph) -> SplitPlan:
     called = {each.node for each in weight_nodes}
     last = [each.node for each in weight_nodes if not any(child in chain for child, _ in edges[each.node])]
     return SplitPlan(
-        # Hooks are there for all that a node saves, or for nothing.
-        packings=[(node, saved[node][:1], packing) for node, packing in packings.items()],
+        packings=[(node, saved[node], packing) for node, packing in packings.items()],
         kept_shapes=list(kept_shapes.items()),
         reasons=list(dict.fromkeys(reasons.values())),
         whole=not sizes or any(kinds[node].whole is not None for node in reasons),
@@ -214,7 +213,7 @@ def _plan(graph: Graph) -> SplitPlan:
         early=early_leaves,
         weight_nodes=weight_nodes,
         spent={
-            node: names_of_saved(nodes[node])
+            node: names_of_saved(nodes[node], kinds[node].operation)
             for node in order
             if kinds[node].saves and node not in called and node not in late
         },

@@ -19,11 +19,11 @@ TIMEOUT = 1.0
 
 
 def over_nccl(rank: int, size: int, group: Any) -> str:
-    """As busy_then_stuck(); no message leaves before its receiver is there, and each may take half a timeout."""
+    """As busy_then_stuck(); no message leaves before its receiver is there, and each may take one timeout."""
     emulator = control()
     emulator.set("staging", 0)
     try:
-        return busy_then_stuck(rank, size, group, TIMEOUT / 2)
+        return busy_then_stuck(rank, size, group, TIMEOUT)
     finally:
         emulator.set("staging", 65536)
         emulator.reset_counters()

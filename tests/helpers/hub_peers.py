@@ -131,9 +131,11 @@ def send_with_descriptors(connection: socket.socket, data: bytes, descriptors: l
     connection.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))])
 
 
-def chain(size: int, kind: str = "unix") -> list[Any]:
-    """Hubs 0 - 1 - ... - size-1, each connected to the next."""
+def chain(size: int, kind: str = "unix", *, records: bool = False) -> list[Any]:
+    """Hubs 0 - 1 - ... - size-1, each connected to the next; with records, so that they can answer questions."""
     hubs = [_core.Hub(rank) for rank in range(size)]
+    for rank, hub in enumerate(hubs if records else []):
+        hub.set_recorder(_core.Recorder(rank, 16, ""))
     for left in range(size - 1):
         a, b = sockets(kind)
         hubs[left].add_peer(left + 1, a.detach())

@@ -144,7 +144,9 @@ def dies(rank: int, size: int, group: Any, what: str) -> str:
     stage = pypipe.PipelineStage(nn.Linear(4, 4).double(), rank, size, torch.device("cpu"), group=group)
     schedule = pypipe.Schedule1F1B(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss, timeout=20)
     x = torch.randn(8, 4, dtype=torch.float64)
-    with patch.object(carriers, "_transfer_limit", lambda timeout: 1.0):  # before any host that waits gives up
+    # A transfer that hangs is to be told by the watchdog, before any host that waits gives up.
+    limit = 1.0 if what == "hang" else 60.0
+    with patch.object(carriers, "_transfer_limit", lambda timeout: limit):
         schedule.step(x, target=x)
     if rank == 1:
         emulator.fault(f"{what}@{emulator.operations() + 3}")

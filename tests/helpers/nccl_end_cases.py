@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import signal
+import threading
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from models import make, twins, unpipelined
 from nccl_cases import compute_stream, control, hazards
 from torch import nn
@@ -81,6 +84,29 @@ def with_a_transfer_that_hangs(rank: int, size: int, group: Any) -> tuple[str, s
         again = _raised(lambda: schedule.step(x, target=x))
     emulator.reset_counters()
     return raised, again
+
+
+def interrupted_close(rank: int, size: int, group: Any) -> str:
+    """Ctrl-C on rank 0, which closes, while the others don't until it has: what its close() raised."""
+    emulator, compute = control(), compute_stream()
+    emulator.reset_counters()
+    raised = ""
+    with compute.installed(), patch.object(carriers._Nccl, "_CLOSING_SECONDS", 300.0):
+        schedule = _schedule(rank, size, group)
+        x = _batch()
+        schedule.step(x, target=x)
+        if rank == 0:
+            timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
+            timer.start()
+            try:
+                schedule.close()
+            except KeyboardInterrupt as error:
+                raised = type(error).__name__
+            timer.join()
+        dist.barrier(group)
+        schedule.close()
+    emulator.reset_counters()
+    return raised
 
 
 def while_others_step(rank: int, size: int, group: Any, how: str) -> str:

@@ -101,6 +101,34 @@ def test_a_cause_wakes_every_waiting_rank_of_a_chain(kind: str, origin: int) -> 
         hub.close()
 
 
+def test_a_rank_that_has_said_goodbye_still_passes_on_causes_and_questions() -> None:
+    hubs = chain(4, records=True)
+    hubs[1].leave()
+    hubs[2].leave()
+    _expect(hubs[0], 1, "peer_gone")
+    _expect(hubs[3], 2, "peer_gone")
+    assert [hub.departed() for hub in hubs] == [[1], [2], [1], [2]]
+    told = {json.loads(text)["rank"]: silent for text, silent in hubs[3].ask(4, PATIENCE)}
+    assert told == dict.fromkeys(range(4), False)
+    hubs[0].abort("first")
+    hubs[3].ask(5, PATIENCE)  # waits for a fifth rank, or until the pipeline has failed
+    for hub in hubs:
+        hub.close()
+    assert [hub.cause() for hub in hubs] == ["first"] * 4
+
+
+def test_a_socket_that_ends_after_a_goodbye_is_no_loss() -> None:
+    hubs = chain(3)
+    hubs[1].leave()
+    _expect(hubs[0], 1, "peer_gone")
+    hubs[1].close()
+    hubs[1].close()
+    _expect(hubs[2], 1, "peer_gone")
+    for hub in hubs:
+        hub.close()
+    assert [hub.cause() for hub in hubs] == [None] * 3
+
+
 def test_the_first_cause_stays_the_cause() -> None:
     hubs = chain(3)
     hubs[0].abort("first")

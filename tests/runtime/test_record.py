@@ -71,6 +71,16 @@ def test_a_file_says_what_the_recorder_says(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+@pytest.mark.parametrize("before", range(4))
+def test_what_a_rank_is_busy_with_is_cut_between_characters(before: int) -> None:
+    recorder = record.Recorder(0)
+    text = "x" * before + "\N{GRINNING FACE}" * 60
+    recorder.core.set_busy(text)
+    said = json.loads(recorder.core.activity())["busy"]
+    assert said
+    assert text.startswith(said)
+
+
 @pytest.mark.parametrize("data", [b"", bytes(100), bytes(5000), b"\xff" * 5000])
 def test_what_is_no_record_is_an_error(tmp_path: Path, data: bytes) -> None:
     (tmp_path / f"x-rank-0{record.SUFFIX}").write_bytes(data)

@@ -9,6 +9,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pypipe.runtime.backward import gradient_edge, run_backward
+from pypipe.runtime.saved import Packed, names_of_saved, packed
 from pypipe.runtime.split import SplitBackward
 
 ROWS, WIDTH = 512, 16
@@ -145,3 +146,48 @@ def test_casts_of_weights_do_not_wait(kind):
         y = module(x).float()
     y.sum().backward()
     assert torch.equal(module.weight.grad, got)
+
+
+class Sometimes(torch.autograd.Function):
+    """Keeps a tensor for its backward, or doesn't: graphs of one structure."""
+
+    @staticmethod
+    def forward(ctx, x, kept):
+        if kept is not None:
+            ctx.save_for_backward(kept)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 1, None
+
+
+def masked(x, mask):
+    heads = x.view(1, 2, ROWS, WIDTH // 2)
+    attended = nn.functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
+    return attended.reshape(ROWS, WIDTH)
+
+
+@pytest.mark.parametrize(("call", "shape"), [(Sometimes.apply, (ROWS, WIDTH)), (masked, (1, 1, 1, ROWS))])
+def test_what_only_later_microbatches_save_is_freed_by_their_input_half_too(call, shape):
+    linear = nn.Linear(WIDTH, WIDTH).double()
+    split = SplitBackward("stage 0")
+    waiting = []
+    for saves in (False, True, True):
+        kept = torch.zeros(shape, dtype=torch.float64) if saves else None
+        x = torch.randn(ROWS, WIDTH, dtype=torch.float64, requires_grad=True)
+        y = call(linear(x), kept)
+        seen = StorageWeakRef(kept.untyped_storage()) if saves else None
+        del kept
+        waiting.append(split.begin([gradient_edge(y)], [torch.ones_like(y)], [x]))
+        del y
+        assert seen is None or seen.expired()
+    for work in waiting:
+        work.run()
+
+
+def test_hooks_that_pack_into_nothing_are_hooks():
+    x = torch.randn(2, WIDTH, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: x):
+        node = nn.functional.linear(x, nn.Parameter(torch.randn(3, WIDTH)), nn.Parameter(torch.randn(3))).grad_fn
+    assert packed(node, names_of_saved(node, "Addmm")) is Packed.MAYBE
