@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -188,3 +189,15 @@ def test_ranks_that_wait_for_each_other_are_named() -> None:
 def test_a_sender_waits_for_room() -> None:
     lines = _table(_activity(0, "0SEND_F2"), _activity(1, "1F0", ready=True))
     assert "0SEND_F2: waits for room for the message from rank 1" in lines[2]
+
+
+def test_a_rank_that_has_left_is_told_so() -> None:
+    lines = _table(_activity(0, "0B0"), _activity(1, None, last="1SEND_B7", silent=True, left=True))
+    assert lines[0] == "It waits for rank 1, which has left: it closed its schedule."
+    assert "1  7  has left: it closed its schedule" in re.sub(" {3,}", "  ", lines[3])
+
+
+def test_who_asks_without_waiting_is_not_said_to_wait() -> None:
+    found = {0: _activity(0, "0F1", ready=True), 1: _activity(1, "1F1", ready=True)}
+    assert "0F1: runs" in situation.table(found, 4, 0, PROGRAM, waits=False)
+    assert "0F1: waits" in situation.table(found, 4, 0, PROGRAM)
