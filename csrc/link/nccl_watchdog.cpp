@@ -50,7 +50,7 @@ void NcclWatchdog::run() noexcept {
     lock.unlock();
     try {
       look();
-    } catch (...) {  // no memory for a message: the next look may have it
+    } catch (...) {  // NOLINT(bugprone-empty-catch): no memory for a message, which the next look may have
     }
     lock.lock();
     wake_.wait_for(lock, period, [this] { return closing_; });
