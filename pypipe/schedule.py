@@ -12,7 +12,7 @@ from typing import Any
 from pypipe.errors import ConfigurationError
 from pypipe.program import Channel, Program
 from pypipe.runtime.batch import ChunkSpecs
-from pypipe.runtime.carriers import single_communicator
+from pypipe.runtime.carriers import max_ctas, single_communicator
 from pypipe.runtime.checks import wanted
 from pypipe.runtime.fitting import Fitted, fit
 from pypipe.runtime.pipeline import Call, Pipeline, Settings
@@ -80,10 +80,10 @@ class Schedule:
             checks = wanted(check)
         except ValueError as error:
             problem, checks = problem or str(error), frozenset()
-        fitted, single = Fitted(), False
+        fitted, single, ctas = Fitted(), False, 0
         if problem is None:
             try:
-                single = single_communicator(given[0].device)
+                single, ctas = single_communicator(given[0].device), max_ctas()
                 fitted = fit(
                     program,
                     world.size,
@@ -107,6 +107,7 @@ class Schedule:
                 "num_stages": given[0].num_stages,
                 "schedule": self._kind(program),
                 "communicators": "one for each pair of ranks" if single else "one for each link",
+                "max_ctas": ctas,
             },
             n_microbatches=n_microbatches,
             loss=loss_fn,

@@ -38,6 +38,23 @@ def test_two_copies_of_a_model_are_refused_on_every_rank_with_one_communicator_a
         assert "PYPIPE_NCCL_COMMUNICATORS" in raised
 
 
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (["none", "none"], "PYPIPE_NCCL_MAX_CTAS='none': it takes a whole number, 1 to 64"),
+        (["65", "65"], "PYPIPE_NCCL_MAX_CTAS='65'"),
+        (["2", "4"], "the ranks disagree about max_ctas (rank 0: 2, rank 1: 4)"),
+        (["1", "1"], ""),
+    ],
+)
+def test_the_thread_blocks_of_a_communicator_are_a_number_on_which_ranks_agree(
+    gpus: RankPool, values: list[str], words: str
+) -> None:
+    for raised in gpus.run(2, cases.thread_blocks, values):
+        assert words in raised
+        assert bool(raised) == bool(words)
+
+
 def test_ranks_that_disagree_about_communicators_say_so_on_every_rank(gpus: RankPool) -> None:
     for rank, raised in enumerate(gpus.run(3, cases.one_rank_without_pairs)):
         assert raised.startswith("ConfigurationError: the ranks disagree about communicators"), f"rank {rank}: {raised}"

@@ -141,9 +141,19 @@ def _transfer_limit(timeout: float) -> float:
     return timeout + max(5.0, 0.1 * timeout)
 
 
+def max_ctas() -> int:
+    """The most thread blocks of a communicator.
+
+    Raises ConfigurationError where PYPIPE_NCCL_MAX_CTAS is no such number.
+    """
+    value = environment.read("PYPIPE_NCCL_MAX_CTAS")
+    if not (value.isascii() and value.isdigit() and 1 <= int(value) <= 64):  # NCCL's own limit
+        raise ConfigurationError(f"PYPIPE_NCCL_MAX_CTAS={value!r}: it takes a whole number, 1 to 64")
+    return int(value)
+
+
 class _Nccl:
-    # A link carries one point-to-point transfer at a time; more thread blocks would take multiprocessors from compute.
-    _MIN_CTAS, _MAX_CTAS = 1, 4
+    _MIN_CTAS = 1
     _CLOSING_SECONDS = 10.0
 
     def __init__(self, world: Any, meeting: Meeting, device: torch.device, patience: _core.Patience) -> None:
@@ -202,7 +212,7 @@ class _Nccl:
             _core.NcclTraffic.ONE_WAY if self._group is None else _core.NcclTraffic.BOTH_WAYS,
             name,
             self._MIN_CTAS,
-            self._MAX_CTAS,
+            max_ctas(),
             self._patience,
         )
         return edge

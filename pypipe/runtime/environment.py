@@ -34,6 +34,11 @@ VARIABLES: dict[str, Variable] = {
         "once (link); one for all, which runs one group of transfers after another (pair); or auto: link, unless NCCL "
         "or the driver is too old to run several communicators in the order of the host's calls. Alike on all ranks.",
     ),
+    "PYPIPE_NCCL_MAX_CTAS": Variable(
+        "4",
+        "How many thread blocks (CTAs) an NCCL communicator may take, 1 to 64: more carry a large message faster, and "
+        "take as many multiprocessors from compute meanwhile. Alike on all ranks.",
+    ),
     "PYPIPE_RECORD_DIR": Variable(
         "",
         "A folder, one that all ranks reach or one on each host, where each rank keeps a record of its latest actions. "

@@ -84,6 +84,12 @@ def one_rank_without_pairs(rank: int, size: int, group: Any) -> str:
         return _attempt(rank, size, group)
 
 
+def thread_blocks(rank: int, size: int, group: Any, values: Sequence[str]) -> str:
+    """Each rank with its own PYPIPE_NCCL_MAX_CTAS."""
+    with patch.dict(os.environ, PYPIPE_NCCL_MAX_CTAS=values[rank]):
+        return _attempt(rank, size, group)
+
+
 def old_libraries(rank: int, size: int, group: Any, knob: str, value: int) -> tuple[str, list[str]]:
     """What a rank raises with an older NCCL or driver, and how its program's transfers stand."""
     from pypipe.runtime import libraries
