@@ -63,14 +63,10 @@ def draw(seed: int, link: str, without: tuple[str, ...] = ()) -> Case:
             continue
         if any(not actions for actions in program.ranks):
             continue  # a rank without anything to do notices nothing
-        if fault == "loss" and not any(program.next_stage(stage) is None for stage in stages_of(program, case.culprit)):
+        losses = [a for a in program.ranks[case.culprit] if a.kind.label == "F" and program.next_stage(a.stage) is None]
+        if fault == "loss" and not losses:
             continue
         return case
-
-
-def stages_of(program: Program, rank: int) -> list[int]:
-    """The stages that a rank holds."""
-    return [stage for stage, holder in enumerate(program.placement) if holder == rank]
 
 
 def n_pieces(program: Program) -> int:
