@@ -47,7 +47,7 @@ Deed aged(Deed deed, std::uint64_t at) noexcept {
 
 // Python reads this too (runtime/record.py): change both.
 struct Recorder::Header {
-  std::uint64_t record_magic;
+  std::uint64_t magic;
   std::uint32_t rank;
   std::uint32_t capacity;
   std::uint64_t clock;  // CLOCK_REALTIME less CLOCK_MONOTONIC, nanoseconds
@@ -104,7 +104,7 @@ Recorder::Recorder(int rank, std::uint32_t capacity, const std::string& path)
   header_->capacity = capacity;
   header_->clock = nanoseconds(CLOCK_REALTIME) - now();
   header_->cause_at = bytes_;
-  header_->record_magic = record_magic;
+  header_->magic = record_magic;
 }
 
 Recorder::~Recorder() { ::munmap(header_, bytes_); }
