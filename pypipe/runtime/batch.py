@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from pypipe.runtime import microbatches
 from pypipe.runtime.backward import run_backward
+from pypipe.runtime.microbatches import Cuttable, Pieces, sizes
 
 __all__ = ["Batch", "ChunkSpecs", "Share"]
 
@@ -71,27 +70,24 @@ class Batch:
         first: bool,
         training: bool,
     ) -> None:
-        self._specs = specs
         self.merge_spec = specs.output
         self._n_microbatches = n_microbatches
+        self._args = Cuttable(args if first else (), specs.args if first else None, "args")
+        self._kwargs = Cuttable(kwargs, specs.kwargs, "kwargs") if kwargs else None
+        self._target = Cuttable(target, None, "target")
         self._entrances: list[_Entrance] = []
         if training:
-            args, kwargs, target = pytree.tree_map_only(Tensor, self._enter, (args if first else (), kwargs, target))
-        self._kwargs = kwargs
-        self._kwarg_chunks: list[dict[str, Any]] | None = None
-        self._target = target
-        self._target_chunks: list[Any] | None = None
-        self._arg_chunks: list[tuple[Any, ...]] = []
+            for each in (self._args, self._kwargs, self._target):
+                if each is not None:
+                    each.replace(self._enter)
+        self._kwarg_pieces: Pieces | None = None
+        self._target_pieces: Pieces | None = None
         self._shares: list[Share] = []
         if first:
-            both = {"args": args, "kwargs": kwargs} if kwargs else {"args": args}
-            spec = {"args": specs.args, "kwargs": specs.kwargs}
-            rows = microbatches.length(both, {name: spec[name] for name in both}, "step")
-            self._arg_chunks = microbatches.split(args, specs.args, n_microbatches, "args", batch_rows=rows)
+            rows = self._args.rows(beside=self._kwargs)
+            self._arg_pieces = self._args.pieces(n_microbatches, batch_rows=rows)
             self._shares = (
-                [Share(size, rows) for size in microbatches.sizes(rows, n_microbatches)]
-                if rows
-                else [_UNKNOWN] * n_microbatches
+                [Share(size, rows) for size in sizes(rows, n_microbatches)] if rows else [_UNKNOWN] * n_microbatches
             )
 
     def _enter(self, tensor: Tensor) -> Tensor:
@@ -112,34 +108,30 @@ class Batch:
 
     def args(self, microbatch: int) -> tuple[Any, ...]:
         """On the first stage: this microbatch's positional arguments."""
-        return self._arg_chunks[microbatch]
+        args: tuple[Any, ...] = self._arg_pieces[microbatch]
+        return args
 
     def kwargs(self, microbatch: int, share: Share) -> dict[str, Any]:
         """This microbatch's keyword arguments."""
-        if not self._kwargs:
+        if self._kwargs is None:
             return {}
-        if self._kwarg_chunks is None:
-            self._kwarg_chunks = microbatches.split(
-                self._kwargs, self._specs.kwargs, self._n_microbatches, "kwargs", batch_rows=share.batch_rows
-            )
-        return self._kwarg_chunks[microbatch]
+        if self._kwarg_pieces is None:
+            self._kwarg_pieces = self._kwargs.pieces(self._n_microbatches, batch_rows=share.batch_rows)
+        kwargs: dict[str, Any] = self._kwarg_pieces[microbatch]
+        return kwargs
 
     def target(self, microbatch: int, share: Share) -> Any:
         """This microbatch's target. One that is a multiple of the batch's length is cut in proportion."""
-        if self._target_chunks is None:
-            self._target_chunks = microbatches.split(
-                self._target, None, self._n_microbatches, "target", batch_rows=share.batch_rows, scaled=True
-            )
-        return self._target_chunks[microbatch]
+        if self._target_pieces is None:
+            self._target_pieces = self._target.pieces(self._n_microbatches, batch_rows=share.batch_rows, scaled=True)
+        return self._target_pieces[microbatch]
 
     def weight(self, microbatch: int, share: Share) -> float:
         """This microbatch's share of a mean over the whole batch."""
         if share.batch_rows:
             return share.rows / share.batch_rows
-        rows = microbatches.length(self._target, None, "target")
-        if rows:
-            return microbatches.sizes(rows, self._n_microbatches)[microbatch] / rows
-        return 1 / self._n_microbatches
+        rows = self._target.rows()
+        return sizes(rows, self._n_microbatches)[microbatch] / rows if rows else 1 / self._n_microbatches
 
     @property
     def leaves(self) -> list[Tensor]:

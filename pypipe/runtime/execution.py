@@ -286,7 +286,8 @@ class StageExecution:
     def send_backward(self, microbatch: int) -> None:
         """SEND_B: sends the input's gradients back; None where there is none."""
         assert self._send_backward is not None
-        self._send_backward.send(self._input_gradients.pop(microbatch), microbatch, 0, 0)
+        gradients = self._input_gradients.pop(microbatch)
+        self._send_backward.send(gradients[0] if len(gradients) == 1 else gradients, microbatch, 0, 0)
 
     def _weight(self, microbatch: int, loss: Tensor) -> Tensor:
         """What backward starts from: the microbatch's weight in the batch's loss."""

@@ -58,8 +58,9 @@ class GradientLoans:
     def take(self, microbatch: int) -> Loan:
         """Waits for this microbatch's gradients."""
         received = self._channel.receive(microbatch, training=False)
-        gradients: list[Tensor | None] = received.tree
-        received.tree = None
+        tree, received.tree = received.tree, None
+        gradients: list[Tensor | None] = tree if isinstance(tree, list) else [tree]
+        del tree
         if not (self._copying or self._trying):
             return Loan(gradients, received, [])
         gradients = [None if gradient is None else gradient.clone() for gradient in gradients]

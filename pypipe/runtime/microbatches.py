@@ -7,6 +7,7 @@ one row longer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from pypipe.errors import InputError
 
-__all__ = ["Reduce", "Replicate", "TensorChunkSpec", "length", "merge", "require_mergeable", "sizes", "split"]
+__all__ = ["Cuttable", "Pieces", "Reduce", "Replicate", "TensorChunkSpec", "merge", "require_mergeable", "sizes"]
 
 
 class TensorChunkSpec:
@@ -71,12 +72,11 @@ def sizes(rows: int, n_microbatches: int) -> list[int]:
 class _Leaf:
     """One value of a tree that is to be cut: the dimension, or None where every microbatch gets all of it."""
 
-    __slots__ = ("dim", "path", "value")
+    __slots__ = ("dim", "value")
 
-    def __init__(self, value: Any, dim: int | None, path: str) -> None:
+    def __init__(self, value: Any, dim: int | None) -> None:
         self.value = value
         self.dim = dim
-        self.path = path
 
     @property
     def rows(self) -> int:
@@ -91,32 +91,20 @@ def _is_replicate(spec: Any) -> bool:
     return issubclass(kind, Replicate) or kind.__name__ == "_Replicate"
 
 
-def _dimension(spec: Any, tensor: Tensor, path: str) -> int | None:
+def _dimension(spec: Any, tensor: Tensor, path: Callable[[], str]) -> int | None:
     if spec is None:
         return 0 if tensor.dim() > 0 else None
     if _is_replicate(spec):
         return None
     dim = spec if isinstance(spec, int) else getattr(spec, "split_dim", None)
     if not isinstance(dim, int):
-        raise InputError(f"the chunk spec of {path} is {spec!r}: use TensorChunkSpec(dim), Replicate() or None")
+        raise InputError(f"the chunk spec of {path()} is {spec!r}: use TensorChunkSpec(dim), Replicate() or None")
     if not -tensor.dim() <= dim < tensor.dim():
         raise InputError(
-            f"{path} has {tensor.dim()} dimensions (shape {tuple(tensor.shape)}), so it cannot be cut along "
+            f"{path()} has {tensor.dim()} dimensions (shape {tuple(tensor.shape)}), so it cannot be cut along "
             f"dimension {dim}: change its chunk spec"
         )
     return dim % tensor.dim()
-
-
-def _leaves(tree: Any, spec: Any, path: str) -> tuple[list[_Leaf], pytree.TreeSpec]:
-    """Flattens `tree`; `spec` is a tree of the same shape, or a prefix of it, or None."""
-    paths, structure = pytree.tree_flatten_with_path(tree)
-    specs = _broadcast(spec, tree, path)
-    leaves = []
-    for (where, value), its_spec in zip(paths, specs, strict=True):
-        name = path + pytree.keystr(where)
-        dim = _dimension(its_spec, value, name) if isinstance(value, Tensor) else None
-        leaves.append(_Leaf(value, dim, name))
-    return leaves, structure
 
 
 def _is_chunk_spec(spec: Any) -> bool:
@@ -147,76 +135,121 @@ def _broadcast(spec: Any, tree: Any, path: str) -> list[Any]:
     )
 
 
-def length(tree: Any, spec: Any, name: str) -> int:
-    """Rows of a batch: the length of every tensor of `tree` along the dimension that it is cut along.
+class Cuttable:
+    """A tree of tensors and other values, of which tensors are cut into microbatches and the rest is given to all.
 
     Args:
-        tree: arguments of any nesting.
+        tree: arguments, keyword arguments or a target, of any nesting.
         spec: chunk specs of the same nesting, or a prefix of it, or None (dimension 0).
         name: how messages call it.
 
-    Returns:
-        The rows, or 0 where no tensor is cut.
-
     Raises:
-        InputError: lengths differ, or a spec does not fit.
+        InputError: a spec does not fit.
     """
-    return _common_length(_leaves(tree, spec, name)[0])
 
+    def __init__(self, tree: Any, spec: Any, name: str) -> None:
+        self.name = name
+        self._tree = tree
+        values, self._structure = pytree.tree_flatten(tree)
+        specs = [spec] * len(values) if _is_chunk_spec(spec) else _broadcast(spec, tree, name)
+        self._leaves = [
+            _Leaf(value, _dimension(its_spec, value, partial(self._path, i)) if isinstance(value, Tensor) else None)
+            for i, (value, its_spec) in enumerate(zip(values, specs, strict=True))
+        ]
 
-def _common_length(leaves: Sequence[_Leaf]) -> int:
-    rows = 0
-    first: _Leaf | None = None
-    for leaf in leaves:
-        if leaf.dim is None:
-            continue
-        if first is not None and leaf.rows != rows:
+    def _path(self, leaf: int) -> str:
+        return self.name + pytree.keystr(pytree.tree_flatten_with_path(self._tree)[0][leaf][0])
+
+    def replace(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Puts `function(tensor)`, of the same shape, in each tensor's place."""
+        for leaf in self._leaves:
+            if isinstance(leaf.value, Tensor):
+                leaf.value = function(leaf.value)
+
+    def rows(self, beside: Cuttable | None = None) -> int:
+        """The length of every tensor along the dimension that it is cut along; 0 where none is cut.
+
+        Args:
+            beside: another tree, whose tensors have the same length.
+
+        Raises:
+            InputError: lengths differ.
+        """
+        rows = 0
+        first: tuple[Cuttable, int] | None = None
+        for tree in (self,) if beside is None else (self, beside):
+            for i, leaf in enumerate(tree._leaves):
+                if leaf.dim is None:
+                    continue
+                if first is not None and leaf.rows != rows:
+                    raise _differing(*first, tree, i)
+                rows, first = leaf.rows, first or (tree, i)
+        return rows
+
+    def pieces(self, n_microbatches: int, *, batch_rows: int = 0, scaled: bool = False) -> Pieces:
+        """One tree for each microbatch.
+
+        Args:
+            n_microbatches: M.
+            batch_rows: rows of the batch where the first stage has told; 0: the tree's own length counts.
+            scaled: whether a length that is a multiple of `batch_rows` is cut in proportion (a flattened target).
+
+        Raises:
+            InputError: fewer rows than microbatches, or lengths that differ.
+        """
+        rows = self.rows()
+        if not any(leaf.dim is not None for leaf in self._leaves):
+            return Pieces(self._leaves, self._structure, [0] * n_microbatches)
+        batch_rows = batch_rows or rows
+        if rows != batch_rows and not (scaled and batch_rows and rows % batch_rows == 0 and rows > 0):
             raise InputError(
-                f"{first.path} has {rows} rows (shape {tuple(first.value.shape)}), {leaf.path} has {leaf.rows} "
-                f"(shape {tuple(leaf.value.shape)}): tensors of one batch have one length. One that is not cut "
-                "along the batch gets Replicate() in args_chunk_spec or kwargs_chunk_spec"
+                f"{self.name} has {rows} rows, but the batch that the first stage got has {batch_rows}: give each rank "
+                "the same batch. A tensor that is not cut along the batch gets Replicate() in its chunk spec"
             )
-        rows, first = leaf.rows, first or leaf
-    return rows
+        if batch_rows < n_microbatches:
+            raise InputError(
+                f"{self.name} has {batch_rows} rows, too few for {n_microbatches} microbatches: "
+                f"build the schedule with n_microbatches <= {max(batch_rows, 1)}, or give a larger batch"
+            )
+        scale = rows // batch_rows
+        return Pieces(self._leaves, self._structure, [size * scale for size in sizes(batch_rows, n_microbatches)])
 
 
-def split(
-    tree: Any, spec: Any, n_microbatches: int, name: str, *, batch_rows: int = 0, scaled: bool = False
-) -> list[Any]:
-    """Cuts a tree of tensors and other values into one tree for each microbatch.
+def _differing(tree: Cuttable, i: int, other: Cuttable, j: int) -> InputError:
+    a, b = tree._leaves[i], other._leaves[j]
+    return InputError(
+        f"{tree._path(i)} has {a.rows} rows (shape {tuple(a.value.shape)}), {other._path(j)} has {b.rows} "
+        f"(shape {tuple(b.value.shape)}): tensors of one batch have one length. One that is not cut "
+        "along the batch gets Replicate() in args_chunk_spec or kwargs_chunk_spec"
+    )
 
-    Args:
-        tree: arguments, keyword arguments or a target, of any nesting; tensors are cut, the rest is given to all.
-        spec: chunk specs, as for length().
-        n_microbatches: M.
-        name: how messages call it.
-        batch_rows: rows of the batch where the first stage has told; 0: the tree's own length counts.
-        scaled: whether a length that is a multiple of `batch_rows` is cut in proportion (a flattened target).
 
-    Raises:
-        InputError: fewer rows than microbatches, lengths that differ, or a spec that does not fit.
-    """
-    leaves, structure = _leaves(tree, spec, name)
-    rows = _common_length(leaves)
-    if not any(leaf.dim is not None for leaf in leaves):
-        return [tree] * n_microbatches
-    batch_rows = batch_rows or rows
-    if rows != batch_rows and not (scaled and batch_rows and rows % batch_rows == 0 and rows > 0):
-        raise InputError(
-            f"{name} has {rows} rows, but the batch that the first stage got has {batch_rows}: give each rank the "
-            "same batch. A tensor that is not cut along the batch gets Replicate() in its chunk spec"
-        )
-    if batch_rows < n_microbatches:
-        raise InputError(
-            f"{name} has {batch_rows} rows, too few for {n_microbatches} microbatches: "
-            f"build the schedule with n_microbatches <= {max(batch_rows, 1)}, or give a larger batch"
-        )
-    scale = rows // batch_rows
-    cuts = [size * scale for size in sizes(batch_rows, n_microbatches)]
-    columns = [
-        [leaf.value] * n_microbatches if leaf.dim is None else _cut(leaf.value, cuts, leaf.dim) for leaf in leaves
-    ]
-    return [pytree.tree_unflatten(list(chunk), structure) for chunk in zip(*columns, strict=True)]
+class Pieces(Sequence[Any]):
+    """The microbatches' trees, each with tensors of its own. The first one that is asked for is made by itself, so that
+    the pipeline need not wait for the others; they are made when the second one is asked for."""
+
+    def __init__(self, leaves: Sequence[_Leaf], structure: pytree.TreeSpec, cuts: Sequence[int]) -> None:
+        self._leaves = leaves
+        self._structure = structure
+        self._cuts = cuts
+        self._made: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._cuts)
+
+    def __getitem__(self, microbatch: Any) -> Any:
+        numbers = range(len(self._cuts))
+        microbatch = numbers[microbatch]
+        if microbatch not in self._made:
+            for number in numbers if self._made else (microbatch,):
+                if number not in self._made:
+                    self._made[number] = self._make(number)
+        return self._made[microbatch]
+
+    def _make(self, microbatch: int) -> Any:
+        start, size = sum(self._cuts[:microbatch]), self._cuts[microbatch]
+        values = [leaf.value if leaf.dim is None else _cut(leaf.value, start, size, leaf.dim) for leaf in self._leaves]
+        return pytree.tree_unflatten(values, self._structure)
 
 
 # The same memory with a node and a version of its own, and to autograd no view: a stage may change its piece in place,
@@ -224,11 +257,11 @@ def split(
 _separate = torch.ops.aten._unsafe_view.default
 
 
-def _cut(tensor: Tensor, cuts: list[int], dim: int) -> list[Tensor]:
+def _cut(tensor: Tensor, start: int, size: int, dim: int) -> Tensor:
     # One by one: pieces that split() makes share one node, which backward may walk only once.
-    starts = [sum(cuts[:i]) for i in range(len(cuts))]
-    pieces = [tensor.narrow(dim, start, size) for start, size in zip(starts, cuts, strict=True)]
-    return [_separate(piece, piece.shape) for piece in pieces]
+    piece = tensor.narrow(dim, start, size)
+    separate: Tensor = _separate(piece, piece.shape)
+    return separate
 
 
 def merge(outputs: Sequence[Any], spec: Any) -> Any:

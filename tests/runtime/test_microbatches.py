@@ -14,7 +14,7 @@ from torch.distributed.pipelining import microbatch as peer
 
 from pypipe.errors import InputError
 from pypipe.runtime import microbatches
-from pypipe.runtime.microbatches import Reduce, Replicate, TensorChunkSpec, length, split
+from pypipe.runtime.microbatches import Cuttable, Reduce, Replicate, TensorChunkSpec
 
 
 def same(a: Any, b: Any, where: str = "") -> None:
@@ -33,6 +33,14 @@ def same(a: Any, b: Any, where: str = "") -> None:
             same(x, y, f"{where}[{i}]")
     else:
         assert a is b or a == b, where
+
+
+def split(tree: Any, spec: Any, n_microbatches: int, name: str, **options: Any) -> list[Any]:
+    return list(Cuttable(tree, spec, name).pieces(n_microbatches, **options))
+
+
+def length(tree: Any, spec: Any, name: str) -> int:
+    return Cuttable(tree, spec, name).rows()
 
 
 def numbered(*shape: int) -> Tensor:
@@ -56,9 +64,9 @@ def test_a_tensor_is_cut_as_tensor_split_cuts_it_and_merge_restores_it(
     shape = list(others)
     shape.insert(dim % 3, rows)
     tensor = numbered(*shape)
-    chunks = microbatches.split(tensor, TensorChunkSpec(dim), count, "x")
+    chunks = split(tensor, TensorChunkSpec(dim), count, "x")
     same(chunks, list(torch.tensor_split(tensor, count, dim)))
-    assert microbatches.length(tensor, TensorChunkSpec(dim), "x") == rows
+    assert length(tensor, TensorChunkSpec(dim), "x") == rows
     same(microbatches.merge(chunks, TensorChunkSpec(dim)), tensor)
 
 
@@ -91,16 +99,16 @@ def test_arguments_are_cut_as_torch_pipelining_cuts_them(case: int, count: int) 
         name: Replicate() if dim is None else TensorChunkSpec(dim) for name, dim in kwarg_dims.items()
     }
     for specs, kwarg_specs in ((mine, my_kwargs), (theirs, their_kwargs)):  # torch's own objects are taken as well
-        same(microbatches.split(args, specs, count, "args"), expected_args)
+        same(split(args, specs, count, "args"), expected_args)
         if kwargs:
-            same(microbatches.split(kwargs, kwarg_specs, count, "kwargs"), expected_kwargs)
+            same(split(kwargs, kwarg_specs, count, "kwargs"), expected_kwargs)
 
 
 def test_torchs_replicate_is_taken_as_an_object_and_as_a_class() -> None:
     args, table = (numbered(4), numbered(9, 2)), numbered(9, 2)
     for spec in (peer._Replicate(), peer._Replicate):
         expected, _ = peer.split_args_kwargs_into_chunks(args, {}, 2, (peer.TensorChunkSpec(0), spec))
-        same(microbatches.split(args, (TensorChunkSpec(0), spec), 2, "args"), expected)
+        same(split(args, (TensorChunkSpec(0), spec), 2, "args"), expected)
         same(expected[1][1], table)
 
 
@@ -111,24 +119,24 @@ def test_one_spec_for_all_and_a_number_for_a_spec_work() -> None:
         (numbered(2, 6)[:, 3:], {"a": numbered(3, 6)[:, 3:]}),
     ]
     for spec in (TensorChunkSpec(1), 1, (1, 1), (TensorChunkSpec(1), {"a": 1}), [1, {"a": -1}]):
-        same(microbatches.split(args, spec, 2, "args"), expected)
+        same(split(args, spec, 2, "args"), expected)
 
 
 def test_a_spec_for_some_keys_leaves_the_others_at_dimension_0() -> None:
-    chunks = microbatches.split({"a": numbered(4), "b": numbered(2, 4)}, {"b": TensorChunkSpec(1)}, 2, "kwargs")
+    chunks = split({"a": numbered(4), "b": numbered(2, 4)}, {"b": TensorChunkSpec(1)}, 2, "kwargs")
     same(chunks[1], {"a": numbered(4)[2:], "b": numbered(2, 4)[:, 2:]})
 
 
 def test_tensors_of_no_dimension_and_other_values_go_to_every_microbatch() -> None:
     marker = object()
-    chunks = microbatches.split((numbered(3), torch.tensor(5.0), marker, None), None, 3, "args")
+    chunks = split((numbered(3), torch.tensor(5.0), marker, None), None, 3, "args")
     for i, chunk in enumerate(chunks):
         assert chunk[0].tolist() == [i]
         assert chunk[1].item() == 5.0
         assert chunk[2] is marker
         assert chunk[3] is None
-    assert microbatches.split((marker, torch.tensor(1.0)), None, 4, "args") == [(marker, torch.tensor(1.0))] * 4
-    assert microbatches.length((marker, torch.tensor(1.0)), None, "args") == 0
+    assert split((marker, torch.tensor(1.0)), None, 4, "args") == [(marker, torch.tensor(1.0))] * 4
+    assert length((marker, torch.tensor(1.0)), None, "args") == 0
 
 
 class Pair(NamedTuple):
@@ -137,7 +145,7 @@ class Pair(NamedTuple):
 
 
 def test_named_tuples_keep_their_type() -> None:
-    chunks = microbatches.split((Pair(numbered(4), 1),), None, 2, "args")
+    chunks = split((Pair(numbered(4), 1),), None, 2, "args")
     assert type(chunks[0][0]) is Pair
     same(chunks[1][0].x, numbered(4)[2:])
     merged = microbatches.merge([Pair(numbered(2), numbered(2)), Pair(numbered(3), numbered(1))], None)
@@ -145,15 +153,31 @@ def test_named_tuples_keep_their_type() -> None:
     same(merged.x, torch.cat([numbered(2), numbered(3)]))
 
 
+def test_the_first_piece_that_is_asked_for_is_made_by_itself_and_each_only_once() -> None:
+    made: list[int] = []
+    pieces = Cuttable((numbered(4),), None, "args").pieces(4)
+    make = pieces._make
+    pieces._make = lambda number: (made.append(number), make(number))[1]  # type: ignore[method-assign]
+    assert len(pieces) == 4
+    third = pieces[2]
+    assert made == [2]
+    assert pieces[2] is third
+    pieces[-1]
+    assert sorted(made) == [0, 1, 2, 3]
+    assert pieces[2] is third
+    assert [chunk[0].item() for chunk in pieces] == [0, 1, 2, 3]
+    assert len(made) == 4
+
+
 def test_gradients_of_the_pieces_reach_the_whole() -> None:
     x = numbered(5, 2).requires_grad_()
-    chunks = microbatches.split((x,), None, 3, "args")
+    chunks = split((x,), None, 3, "args")
     sum((chunk.sum() * (i + 1) for i, (chunk,) in enumerate(chunks)), torch.zeros(())).backward()
     assert x.grad[:, 0].tolist() == [1, 1, 2, 2, 3]
 
 
 def test_a_piece_that_is_changed_in_place_leaves_the_other_pieces_backward_alone() -> None:
-    chunks = microbatches.split((numbered(4),), None, 2, "args")
+    chunks = split((numbered(4),), None, 2, "args")
     weight = torch.ones(2, dtype=torch.float64, requires_grad=True)
     kept = (weight * chunks[0][0]).sum()
     chunks[1][0].mul_(2)
@@ -167,8 +191,8 @@ def test_a_piece_that_is_changed_in_place_leaves_the_other_pieces_backward_alone
         (lambda: split((numbered(3),), None, 4, "args"), ["args has 3 rows", "4 microbatches", "n_microbatches <= 3"]),
         (lambda: split((numbered(0),), None, 1, "args"), ["args has 0 rows", "larger batch"]),
         (
-            lambda: length({"args": (numbered(4, 2),), "kwargs": {"mask": numbered(3)}}, None, "step"),
-            ["['args'][0]", "4 rows", "(4, 2)", "['kwargs']['mask']", "3", "(3,)", "Replicate()", "kwargs_chunk_spec"],
+            lambda: Cuttable((1, numbered(4, 2)), None, "args").rows(Cuttable({"mask": numbered(3)}, None, "kwargs")),
+            ["args[1]", "4 rows", "(4, 2)", "kwargs['mask']", "3", "(3,)", "Replicate()", "kwargs_chunk_spec"],
         ),
         (
             lambda: split({"a": numbered(4), "b": [numbered(5)]}, None, 2, "kwargs"),
@@ -205,15 +229,15 @@ def test_what_does_not_fit_is_an_error_that_names_the_argument_and_the_remedy(ca
 def test_the_remedy_for_too_few_rows_always_works() -> None:
     for rows in range(1, 5):
         with pytest.raises(InputError, match=f"n_microbatches <= {rows},"):
-            microbatches.split((numbered(rows),), None, rows + 1, "args")
-        assert len(microbatches.split((numbered(rows),), None, rows, "args")) == rows
+            split((numbered(rows),), None, rows + 1, "args")
+        assert len(split((numbered(rows),), None, rows, "args")) == rows
 
 
 @given(st.integers(1, 10), st.integers(1, 5), st.data())
 def test_a_flattened_target_is_cut_in_proportion(rows: int, factor: int, data: st.DataObject) -> None:
     count = data.draw(st.integers(1, rows))
     grid = numbered(rows, factor)
-    chunks = microbatches.split(grid.flatten(), None, count, "target", batch_rows=rows, scaled=True)
+    chunks = split(grid.flatten(), None, count, "target", batch_rows=rows, scaled=True)
     same(chunks, [chunk.flatten() for chunk in torch.tensor_split(grid, count)])
 
 
