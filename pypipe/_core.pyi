@@ -138,6 +138,10 @@ class SendLayout:
     def id(self) -> int:
         ...
 class Message:
+    def holds(self, address: typing.SupportsInt | typing.SupportsIndex) -> bool:
+        """
+        Whether the address lies in the slot.
+        """
     @property
     def batch_rows(self) -> int:
         ...

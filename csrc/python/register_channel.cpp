@@ -112,6 +112,12 @@ void register_channel(py::module_& module) {
           "size", [](const Message& message) { return message.arrival.envelope.bytes; }, "Bytes of the message.")
       .def_property_readonly(
           "bytes", [](const Message& message) { return message.arrival.slot.bytes; }, "Bytes of the slot.")
+      .def(
+          "holds",
+          [](const Message& message, std::uintptr_t address) {
+            return address - reinterpret_cast<std::uintptr_t>(message.arrival.slot.data) < message.arrival.slot.bytes;
+          },
+          arg("address"), "Whether the address lies in the slot.")
       .def_property_readonly(
           "pointer", [](const Message& message) { return reinterpret_cast<std::uintptr_t>(message.arrival.slot.data); })
       .def_property_readonly(

@@ -60,7 +60,7 @@ class Carrier(Protocol):
 
 
 def carrier_of(link: Link, cards: Sequence[Card]) -> str:
-    """Which carrier a link has; every rank decides alike. Raises ConfigurationError where PYPIPE_LINK cannot be met."""
+    """Which carrier a link has; every rank decides alike. Raises ConfigurationError where there can be none."""
     ends = (cards[link.source_rank], cards[link.target_rank])
     devices = {card["device"] for card in ends}
     shm = ends[0]["host"] == ends[1]["host"] and devices == {"cpu"}
@@ -73,9 +73,14 @@ def carrier_of(link: Link, cards: Sequence[Card]) -> str:
             f"PYPIPE_LINK=shm, but shared memory does not reach from rank {link.source_rank} to rank "
             f"{link.target_rank}: they are on different hosts, or a stage is not on the CPU"
         )
-    if choice != "auto":
-        return str(choice)
-    return "shm" if shm else "nccl" if devices == {"cuda"} else "c10d"
+    way = str(choice) if choice != "auto" else "shm" if shm else "nccl" if devices == {"cuda"} else "c10d"
+    if way == "c10d" and not all(card["group"] for card in ends):
+        raise ConfigurationError(
+            f"messages from rank {link.source_rank} to rank {link.target_rank} go through torch.distributed, as "
+            + ("PYPIPE_LINK=c10d asks" if choice == "c10d" else "shared memory does not reach")
+            + ": call torch.distributed.init_process_group() before the first step"
+        )
+    return way
 
 
 # NCCL's and the driver's first releases in which the host's order of calls is the order of the communicators; an older
@@ -253,11 +258,6 @@ class _C10d:
     holds_back = False
 
     def __init__(self, world: Any, meeting: Meeting, device: torch.device, patience: _core.Patience) -> None:
-        if world.group is None:
-            raise ConfigurationError(
-                f"shared memory does not reach all neighbours of rank {world.rank}, so its messages go through "
-                "torch.distributed: call torch.distributed.init_process_group() before the first step"
-            )
         self._world = world
         self._hub = meeting.hub
         self._devices = [card["device"] for card in meeting.cards]

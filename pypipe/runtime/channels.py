@@ -145,13 +145,16 @@ class SendChannel:
         """
         tensors: list[Tensor] = []
         description = trees.describe(tree, tensors)
+        if len(tensors) == 1 and not self._checksum:  # the common case, without bookkeeping
+            layout = self._layouts.get(description) or self._announce(description)
+            only = trees.as_sent(tensors[0], layout.strides[0])
+            self._port.send(layout.handle, Tag(self._stage, self._kind, microbatch, rows, batch_rows), (only,))
+            return tensors
         sums: Tensor | None = None
         if self._checksum:
             sums = torch.zeros(len(tensors), dtype=torch.int64)
             description = ("tuple", (description, trees.describe(sums, tensors)))
-        layout = self._layouts.get(description)
-        if layout is None:
-            layout = self._announce(description)
+        layout = self._layouts.get(description) or self._announce(description)
         sent = [trees.as_sent(tensor, strides) for tensor, strides in zip(tensors, layout.strides, strict=True)]
         if sums is not None:
             sums.copy_(torch.tensor(checksums(sent[:-1]), dtype=torch.int64))
@@ -240,14 +243,19 @@ class Received:
     def settle(self) -> None:
         """After the forward: a stage may have changed its input in place; the memory is its own."""
 
-    def release(self) -> None:
-        """Gives the slot back. Whoever kept a tensor for a later backward will get autograd's version error."""
+    def release(self, *, unseen: bool = False) -> None:
+        """Gives the slot back. Whoever kept a tensor for a later backward will get autograd's version error.
+
+        Args:
+            unseen: whether nobody can have kept one.
+        """
         message, self._message = self._message, None
         if message is None:
             return
-        for tensor in self._tensors:
-            if not tensor.is_inference():  # under inference_mode there are no versions
-                torch.autograd.graph.increment_version(tensor)
+        if not unseen:
+            for tensor in self._tensors:
+                if not tensor.is_inference():  # under inference_mode there are no versions
+                    torch.autograd.graph.increment_version(tensor)
         self._tensors = []
         self.tree = None
         self._port.release(message)

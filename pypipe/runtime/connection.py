@@ -65,7 +65,7 @@ class Connection:
             problem = f"rank {world.rank}: {error}"
             refuse(world, problem)
             raise ConfigurationError(problem) from None
-        card = {**card, "link": choice, "device": device.type}
+        card = {**card, "link": choice, "device": device.type, "group": world.group is not None}
         links = {channel: links[channel] for channel in sorted(links)}
         peers = {rank for link in links.values() if world.rank in _ends(link) for rank in _ends(link)}
         # News go round in both directions, so that one rank that is stopped keeps them from nobody.

@@ -254,9 +254,7 @@ class StageExecution:
             self._require_finite_gradients(microbatch, [] if inputs is None else inputs.leaves)
         if inputs is not None:
             if self._send_backward is not None:
-                self._input_gradients[microbatch] = [
-                    None if leaf.grad is None else _kept(leaf.grad, inputs, loan) for leaf in inputs.leaves
-                ]
+                self._input_gradients[microbatch] = [_own_gradient(leaf, inputs, loan) for leaf in inputs.leaves]
             inputs.leaves = []
         if work is not None:
             self._rests[microbatch] = (work, inputs, loan)
@@ -320,6 +318,14 @@ def _detached(tree: Any) -> Any:
     if isinstance(tree, Tensor):
         return tree.detach()
     return pytree.tree_map_only(Tensor, Tensor.detach, tree)
+
+
+def _own_gradient(leaf: Tensor, inputs: Received | Handed, loan: Loan | None) -> Tensor | None:
+    """The leaf's gradient, copied where its memory is only lent, and about to be given back."""
+    gradient = leaf.grad
+    if gradient is None or not (inputs.holds(gradient) or (loan is not None and loan.holds(gradient))):
+        return gradient
+    return gradient.detach().clone()
 
 
 def _kept(tree: Any, *lenders: Received | Handed | Loan | None) -> Any:

@@ -64,7 +64,7 @@ class GradientLoans:
         if not (self._copying or self._trying):
             return Loan(gradients, received, [])
         gradients = [None if gradient is None else gradient.clone() for gradient in gradients]
-        received.release()
+        received.release(unseen=True)
         return Loan(gradients, None, [gradient for gradient in gradients if gradient is not None])
 
     def give_back(self, loan: Loan) -> None:
@@ -74,7 +74,7 @@ class GradientLoans:
             self._copying = self._copying or is_shared(loan.copies)
             return
         if not loan.slot.is_shared():
-            loan.slot.release()
+            loan.slot.release(unseen=True)
             return
         if self._lost is not None:
             raise PipelineError(

@@ -72,7 +72,7 @@ class Handed:
         """False: this memory is nobody's slot, so whoever keeps it may."""
         return False
 
-    def release(self) -> None:
+    def release(self, *, unseen: bool = False) -> None:
         """Forgets it."""
         self.tree, self.leaves, self._entered = None, [], []
 

@@ -96,8 +96,8 @@ class CoreReceivePort:
 
     def holds(self, message: Any, tensor: Tensor) -> bool:
         """Whether the tensor's memory lies in the slot."""
-        offset: int = tensor.data_ptr() - message.pointer
-        return bool(0 <= offset < message.bytes)
+        holds: bool = message.holds(tensor.data_ptr())
+        return holds
 
     def release(self, message: Any) -> None:
         """Returns the slot's credit to the sender."""
