@@ -1,6 +1,7 @@
 #include "base/wait.hpp"
 
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -40,6 +41,8 @@ void park(Doorbell& bell, std::uint32_t seen, std::chrono::steady_clock::time_po
   timeout.tv_nsec = static_cast<long>(pause.count() % 1'000'000'000);
   futex(bell.rings, FUTEX_WAIT, seen, &timeout);
 }
+
+void yield() noexcept { ::sched_yield(); }
 
 void relax() noexcept {
 #if defined(__x86_64__) || defined(__i386__)

@@ -34,23 +34,23 @@ static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
 struct Patience {
   std::chrono::nanoseconds timeout{std::chrono::minutes(10)};
   std::uint32_t spins = 0;                   // polls before parking; few where ranks outnumber cores
-  std::chrono::nanoseconds longest_spin{0};  // more polls, for so long, by a waiter with a habit of short waits
+  std::chrono::nanoseconds longest_spin{0};  // more polls, for so long, by a waiter with a habit of shorter waits
   std::function<void()> interruption;
   std::function<bool()> prolong;
 };
 
-// How long one waiter's waits have taken lately. To sleep and to be woken costs tens of microseconds, the one who
-// wakes too; polling through a wait of many milliseconds saves nothing of that. Private to the waiter.
+// Whether one waiter's waits have been short lately. To sleep and to be woken costs a hundred microseconds where the
+// core has gone idle, and the one who wakes some tens; polling through a wait of many milliseconds saves nothing of
+// that. Private to the waiter.
 class Habit {
  public:
-  [[nodiscard]] bool is_short(std::chrono::nanoseconds longest) const noexcept { return lately_ < longest; }
-  // One long wait (the first of a step) must not hide for long that the others are short, so it counts in part.
-  void note(std::chrono::nanoseconds wait, std::chrono::nanoseconds longest) noexcept {
-    lately_ = (3 * lately_ + std::min(wait, 4 * longest)) / 4;
-  }
+  [[nodiscard]] bool is_short() const noexcept { return short_ > 0; }
+  // The few long waits at a step's begin and end must not hide that the others are short.
+  void note(bool is_short) noexcept { short_ = is_short ? std::min(short_ + 1, most) : std::max(short_ - 1, 0); }
 
  private:
-  std::chrono::nanoseconds lately_{0};
+  static constexpr int most = 3;
+  int short_ = most;
 };
 
 // Wakes whoever sleeps at the bell. Call after publishing the data with a release store.
@@ -63,6 +63,8 @@ namespace detail {
 // Parks until the bell rings or `deadline` or a slice of 100 ms is over.
 void park(Doorbell& bell, std::uint32_t seen, std::chrono::steady_clock::time_point deadline) noexcept;
 void relax() noexcept;
+// Lets others that are ready for this core run first.
+void yield() noexcept;
 }  // namespace detail
 
 namespace detail {
@@ -78,6 +80,7 @@ bool poll(const Patience& patience, bool long_spin, std::chrono::steady_clock::t
       relax();
       if (ready()) return true;
     }
+    yield();
   }
   return false;
 }
@@ -126,9 +129,9 @@ template <class Ready, class Trouble>
 [[nodiscard]] bool await(Doorbell& bell, const Patience& patience, Habit& habit, Ready ready, Trouble trouble) {
   if (ready()) return true;
   const auto start = std::chrono::steady_clock::now();
-  const bool came = detail::poll(patience, habit.is_short(patience.longest_spin), start, ready) ||
-                    detail::sleep(bell, patience, ready, trouble);
-  habit.note(std::chrono::steady_clock::now() - start, patience.longest_spin);
+  const bool came =
+      detail::poll(patience, habit.is_short(), start, ready) || detail::sleep(bell, patience, ready, trouble);
+  habit.note(std::chrono::steady_clock::now() - start < patience.longest_spin);
   return came;
 }
 

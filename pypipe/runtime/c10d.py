@@ -285,6 +285,7 @@ class C10dReceivePort:
 
     posts = False
     storages_apart = False
+    slots_stay = False
 
     def post(self) -> None:
         """Nothing: the sender may go on as soon as a slot is free."""

@@ -18,9 +18,10 @@ from torch import Tensor
 from pypipe import _core
 from pypipe.errors import MismatchError
 from pypipe.runtime import trees
+from pypipe.runtime.arrivals import Arrivals, IncomingLayout
 from pypipe.runtime.checks import checksums, compare_checksums
 
-__all__ = ["ReceiveChannel", "ReceivePort", "Received", "SendChannel", "SendPort", "enter", "is_shared"]
+__all__ = ["ReceiveChannel", "ReceivePort", "Received", "SendChannel", "SendPort", "is_shared"]
 
 # Layouts that one channel keeps at both ends; the oldest is forgotten first.
 _MOST_LAYOUTS = 256
@@ -76,6 +77,10 @@ class ReceivePort(Protocol):
     @property
     def storages_apart(self) -> bool:
         """Whether each tensor has a storage of its own, so that its count tells who else uses the memory."""
+
+    @property
+    def slots_stay(self) -> bool:
+        """Whether tensor() may be asked for a slot's next message too: its memory stays in its place."""
 
     def post(self) -> None:
         """Lets one more receive start."""
@@ -175,13 +180,6 @@ class SendChannel:
         return layout
 
 
-class _Incoming(NamedTuple):
-    description: trees.Description
-    specs: tuple[trees.TensorSpec, ...]
-    offsets: tuple[int, ...]
-    is_tensor: bool  # and nothing around it
-
-
 def _uses(tensor: Tensor) -> int:
     """How many tensors share the tensor's storage, and then some, as torch counts them."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
@@ -213,12 +211,19 @@ class Received:
         rows, batch_rows: this microbatch's and the whole batch's share of the data, in rows; 0: unknown.
     """
 
-    __slots__ = ("_message", "_port", "_tensors", "batch_rows", "leaves", "rows", "tree")
+    __slots__ = ("_arrivals", "_message", "_port", "_tensors", "batch_rows", "leaves", "rows", "tree")
 
     def __init__(
-        self, port: ReceivePort, message: Inbound, tree: Any, tensors: list[Tensor], leaves: list[Tensor]
+        self,
+        port: ReceivePort,
+        arrivals: Arrivals,
+        message: Inbound,
+        tree: Any,
+        tensors: list[Tensor],
+        leaves: list[Tensor],
     ) -> None:
         self._port = port
+        self._arrivals = arrivals
         self._message: Inbound | None = message
         self._tensors = tensors
         self.tree = tree
@@ -252,18 +257,15 @@ class Received:
         message, self._message = self._message, None
         if message is None:
             return
-        if not unseen:
+        if unseen:
+            self._arrivals.keep(message, self._tensors)
+        else:
             for tensor in self._tensors:
                 if not tensor.is_inference():  # under inference_mode there are no versions
                     torch.autograd.graph.increment_version(tensor)
         self._tensors = []
         self.tree = None
         self._port.release(message)
-
-
-# Makes a received leaf look like any intermediate result, so that a stage may change its input in place: the same
-# memory, a node of its own, and to autograd no view.
-enter = torch.ops.aten._unsafe_view.default
 
 
 class ReceiveChannel:
@@ -280,7 +282,8 @@ class ReceiveChannel:
         self.storages_apart: bool = port.storages_apart
         self._source_stage = source_stage
         self._kind = kind
-        self._layouts: dict[int, _Incoming] = {}
+        self._layouts: dict[int, IncomingLayout] = {}
+        self._arrivals = Arrivals(port)
         self._early: dict[int, Inbound] = {}
 
     @property
@@ -291,6 +294,7 @@ class ReceiveChannel:
     def begin(self, *, training: bool) -> None:
         """Begins a step, whose messages must say of it what this says."""
         self._kind = _kind_in(self._kind, training)
+        self._arrivals.begin(training=training)
 
     def post(self, microbatch: int) -> None:
         """RECV: lets one more receive start, into a free slot."""
@@ -307,37 +311,24 @@ class ReceiveChannel:
             microbatch: which one must come next, unless it was taken already.
             training: whether tensors that require gradients at the sender get leaves here.
         """
-        port = self._port
+        port, arrivals = self._port, self._arrivals
+        arrivals.prepare()
         message = self._early.pop(microbatch, None) if self._early else None
         if message is None:
             message = port.receive(Tag(self._source_stage, self._kind, microbatch, 0, 0))
         layout = self._layouts.get(message.layout)
         if layout is None:
             layout = self._learn(message)
-        if layout.is_tensor:  # the common case of one tensor, without bookkeeping
-            spec = layout.specs[0]
-            tensor = port.tensor(message, spec, 0)
-            if not (training and spec.requires_grad):
-                return Received(port, message, tensor, [tensor], [])
-            entered = enter(tensor.requires_grad_(), tensor.shape)
-            return Received(port, message, entered, [entered], [tensor])
-        tensors = [
-            port.tensor(message, spec, offset) for spec, offset in zip(layout.specs, layout.offsets, strict=True)
-        ]
+        tensors, leaves = arrivals.of(message, layout, training=training)
+        if layout.is_tensor:
+            return Received(port, arrivals, message, tensors[0], tensors, leaves)
         if self._checksum:
             action = f"{self._source_stage}SEND_{chr(self._kind).upper()}{microbatch}"
             compare_checksums(tensors[:-1], tensors[-1].tolist(), action)
-        leaves: list[Tensor] = []
-        if training:
-            for position, spec in enumerate(layout.specs):
-                if spec.requires_grad:
-                    leaf = tensors[position].requires_grad_()
-                    leaves.append(leaf)
-                    tensors[position] = enter(leaf, leaf.shape)
         tree = trees.rebuild(layout.description, tensors)
-        return Received(port, message, tree[0] if self._checksum else tree, tensors, leaves)
+        return Received(port, arrivals, message, tree[0] if self._checksum else tree, tensors, leaves)
 
-    def _learn(self, message: Inbound) -> _Incoming:
+    def _learn(self, message: Inbound) -> IncomingLayout:
         number = message.layout
         description = trees.decode(self._port.description(number))
         specs = tuple(trees.tensor_specs(description))
@@ -346,5 +337,5 @@ class ReceiveChannel:
             raise MismatchError(f"a peer sent {message.size} bytes of a layout that takes {size}")
         if len(self._layouts) >= 2 * _MOST_LAYOUTS:
             self._layouts.pop(next(iter(self._layouts)))
-        layout = self._layouts[number] = _Incoming(description, specs, tuple(offsets), description[0] == "T")
+        layout = self._layouts[number] = IncomingLayout(number, description, specs, tuple(offsets))
         return layout

@@ -24,9 +24,10 @@ from pypipe.runtime.world import World
 __all__ = ["Connection"]
 
 # A wait of some tens of microseconds is cheaper to spin through than to sleep through, but only on a core of one's
-# own: with more ranks than cores, whoever spins keeps the one that is waited for from running.
-_SPINS_ALONE, _LONGEST_SPIN_ALONE = 2000, 1e-3
-_SPINS_CROWDED, _LONGEST_SPIN_CROWDED = 20, 0.0
+# own: with more ranks than cores, whoever spins keeps the one that is waited for from running. Those who are used to
+# wait for less than so many seconds spin on, and yield the core as they do.
+_SPINS_ALONE, _SPINS_CROWDED = 2000, 20
+_LONGEST_SPIN = 2e-3
 
 
 class Connection:
@@ -121,11 +122,7 @@ class Connection:
         me, cards = self.world.rank, meeting.cards
         here = sum(card["host"] == cards[me]["host"] for card in cards)
         crowded = here > len(os.sched_getaffinity(0))
-        patience = (
-            _core.Patience(timeout, _SPINS_CROWDED, _LONGEST_SPIN_CROWDED)
-            if crowded
-            else _core.Patience(timeout, _SPINS_ALONE, _LONGEST_SPIN_ALONE)
-        )
+        patience = _core.Patience(timeout, _SPINS_CROWDED if crowded else _SPINS_ALONE, _LONGEST_SPIN)
         patience = self.hub.prolonging(patience, self.world.size)
         for peer in meeting.peers:
             if cards[peer]["host"] == cards[me]["host"]:

@@ -108,7 +108,9 @@ class StageExecution:
         self._with_loss = with_loss and self._last
         self._loss_kwargs: dict[str, Any] = loss_kwargs or {}
         self.busy_seconds = 0.0
-        for channel in (self._receive_forward, self._send_forward):
+        channels = [self._receive_forward, self._send_forward]
+        channels += [self._receive_backward, self._send_backward] if training else []
+        for channel in channels:
             if isinstance(channel, (ReceiveChannel, SendChannel)):
                 channel.begin(training=training)
         if training and (self._receive_forward is not None or self._loans is not None):

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from pypipe.runtime import trees
-from pypipe.runtime.channels import Received, enter
+from pypipe.runtime.arrivals import enter
+from pypipe.runtime.channels import Received
 
 __all__ = ["Handed", "LocalChannel"]
 

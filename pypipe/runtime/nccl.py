@@ -96,6 +96,7 @@ class NcclReceivePort:
 
     posts = True
     storages_apart = False
+    slots_stay = False
 
     def __init__(
         self, channel: _core.ReceiveChannel, memory: Memory, device: torch.device, patience: _core.Patience

@@ -63,6 +63,7 @@ class CoreReceivePort:
 
     posts = False
     storages_apart = True
+    slots_stay = True
 
     def post(self) -> None:
         """Nothing: the sender may go on as soon as a slot is free."""

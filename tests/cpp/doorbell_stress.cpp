@@ -205,19 +205,18 @@ void edges() {
   expect(Fault::usage, [&] { (void)await(bell, patient, never, no_trouble); }, "interruptions while parked");
 }
 
-// Short waits make a habit of polling; one long wait ends it, and a few short ones bring it back.
+// Waiters poll until waits have been long three times more often than short; one short one brings it back.
 void habits() {
-  using std::chrono::microseconds;
-  constexpr microseconds longest(1000);
   Habit habit;
-  check(habit.is_short(longest), "a new waiter does not poll");
-  check(!habit.is_short(microseconds(0)), "a waiter polls where it must not");
-  habit.note(std::chrono::seconds(5), longest);
-  check(!habit.is_short(longest), "a long wait changes nothing");
-  habit.note(microseconds(10), longest);
-  check(habit.is_short(longest), "one long wait is remembered for too long");
-  for (int wait = 0; wait < 20; ++wait) habit.note(microseconds(1500), longest);
-  check(!habit.is_short(longest), "waits of 1.5 ms are taken for short ones");
+  check(habit.is_short(), "a new waiter does not poll");
+  for (int wait = 0; wait < 20; ++wait) habit.note(true);
+  for (int wait = 0; wait < 2; ++wait) habit.note(false);
+  check(habit.is_short(), "the two long waits of a step count too much");
+  habit.note(false);
+  check(!habit.is_short(), "a waiter polls through long waits");
+  for (int wait = 0; wait < 20; ++wait) habit.note(false);
+  habit.note(true);
+  check(habit.is_short(), "a short wait after long ones counts too little");
 }
 
 }  // namespace

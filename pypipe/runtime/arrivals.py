@@ -1,0 +1,111 @@
+"""The tensors in which messages arrive.
+
+They are views of a slot, and new objects for every message. Where a slot's memory stays in its place, those of its next
+message are made while there is time, before a wait: torch's operations take several times as long right after a stage
+has run, which has taken the caches, and then the message is waited for no longer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pypipe.runtime import trees
+
+__all__ = ["Arrivals", "IncomingLayout", "enter"]
+
+# Makes a received leaf look like any intermediate result, so that a stage may change its input in place: the same
+# memory, a node of its own, and to autograd no view.
+enter = torch.ops.aten._unsafe_view.default
+
+Made = tuple[list[Tensor], list[Tensor]]
+"""One message's tensors, and in training those leaves that gradients are wanted for, both in the layout's order."""
+
+
+class IncomingLayout:
+    """A layout as its receiver uses it."""
+
+    __slots__ = ("description", "is_tensor", "number", "offsets", "specs")
+
+    def __init__(
+        self,
+        number: int,
+        description: trees.Description,
+        specs: tuple[trees.TensorSpec, ...],
+        offsets: tuple[int, ...],
+    ) -> None:
+        self.number = number
+        self.description = description
+        self.specs = specs
+        self.offsets = offsets
+        self.is_tensor: bool = description[0] == "T"  # and nothing around it
+
+
+class Arrivals:
+    """Makes the tensors of one channel's messages.
+
+    Args:
+        port: the channel's receiving end.
+    """
+
+    def __init__(self, port: Any) -> None:
+        self._port = port
+        self._can = bool(port.slots_stay)
+        self._may = False
+        self._layout: IncomingLayout | None = None  # that tensors are made ahead for
+        self._last: Any = None  # message
+        self._made: dict[int, Made] = {}  # by slot
+
+    def begin(self, *, training: bool) -> None:
+        """Begins a step. Tensors are made ahead only if they are what they would be later: no mode changes them."""
+        self._may = (
+            self._can
+            and training
+            and torch.is_grad_enabled()
+            and not torch.is_inference_mode_enabled()
+            and torch._C._len_torch_dispatch_stack() == 0
+            and torch._C._len_torch_function_stack() == 0
+        )
+
+    def prepare(self) -> None:
+        """Makes what the next message in the last one's slot needs, if it is of the same layout."""
+        message = self._last
+        if message is None or self._layout is None or not self._may:
+            return
+        self._last = None
+        if message.pointer not in self._made:
+            self._made[message.pointer] = self._make(message, self._layout, training=True)
+
+    def keep(self, message: Any, tensors: list[Tensor]) -> None:
+        """Takes a message's tensors back, which nobody has seen, for the next one in its slot."""
+        if self._layout is not None and message.layout == self._layout.number:
+            self._made[message.pointer] = tensors, []
+
+    def of(self, message: Any, layout: IncomingLayout, *, training: bool) -> Made:
+        """A message's tensors."""
+        if not self._may:
+            return self._make(message, layout, training=training)
+        made: Made | None = None
+        if layout is self._layout:
+            made = self._made.pop(message.pointer, None)
+            self._last = message
+        else:  # perhaps also other memory: let go of the old one
+            self._layout = layout
+            self._made.clear()
+        return made or self._make(message, layout, training=training)
+
+    def _make(self, message: Any, layout: IncomingLayout, *, training: bool) -> Made:
+        port = self._port
+        tensors = [
+            port.tensor(message, spec, offset) for spec, offset in zip(layout.specs, layout.offsets, strict=True)
+        ]
+        leaves: list[Tensor] = []
+        if training:
+            for position, spec in enumerate(layout.specs):
+                if spec.requires_grad:
+                    leaf = tensors[position].requires_grad_()
+                    leaves.append(leaf)
+                    tensors[position] = enter(leaf, leaf.shape)
+        return tensors, leaves
