@@ -134,11 +134,12 @@ def test_what_was_made_ahead_does_not_keep_outgrown_slots() -> None:
         small, large = torch.ones(1000), torch.ones(100_000)
         for microbatch in range(4):
             _pass_on(pair, small, microbatch).release()
+        gc.collect()
         before = _shared_mappings()
         for microbatch in range(4):
             _pass_on(pair, large, microbatch).release()
         gc.collect()
-        assert _shared_mappings() == before
+        assert _shared_mappings() <= before
 
 
 def _shared_mappings() -> int:
