@@ -48,7 +48,7 @@ def gloo(rank: int, sizes: tuple[int, ...]) -> dict[int, tuple[float, float]]:
         for _ in range(count):
             (send, receive)[rank]()
         (receive, send)[rank]()
-        figures[size] = (statistics.median(times), size * count / (time.perf_counter() - start) / 1e9)
+        figures[size] = (statistics.median(times), size * (count + 1) / (time.perf_counter() - start) / 1e9)
     return figures
 
 

@@ -106,7 +106,7 @@ def _round_trips(send: Callable[[], None], receive: Callable[[], None], first: b
 
 
 def _stream(send: Callable[[], None], receive: Callable[[], None], first: bool, count: int) -> float:
-    """Seconds for `count` messages one way and a last one back."""
+    """Seconds a message, for `count` messages one way and, when they are there, a last one back."""
     start = time.perf_counter()
     for _ in range(count):
         if first:
@@ -117,7 +117,7 @@ def _stream(send: Callable[[], None], receive: Callable[[], None], first: bool, 
         receive()
     else:
         send()
-    return time.perf_counter() - start
+    return (time.perf_counter() - start) / (count + 1)
 
 
 def _measure_pair(end: _End, first: bool, sizes: Sequence[int]) -> list[Figure]:
@@ -129,7 +129,7 @@ def _measure_pair(end: _End, first: bool, sizes: Sequence[int]) -> list[Figure]:
         count = max(5, min(2000, int(_SECONDS / guess / 2)))
         _round_trips(send, receive, first, max(3, count // 10))
         trips = _round_trips(send, receive, first, count)
-        rounds = [_stream(send, receive, first, count) / count for _ in range(_ROUNDS)]
+        rounds = [_stream(send, receive, first, count) for _ in range(_ROUNDS)]
         figures.append(Figure(size, statistics.median(trips) / 2 * 1e6, size / statistics.median(rounds) / 1e9))
     return figures
 
