@@ -27,16 +27,11 @@ Made = tuple[list[Tensor], list[Tensor]]
 class IncomingLayout:
     """A layout as its receiver uses it."""
 
-    __slots__ = ("description", "is_tensor", "number", "offsets", "specs")
+    __slots__ = ("description", "is_tensor", "offsets", "specs")
 
     def __init__(
-        self,
-        number: int,
-        description: trees.Description,
-        specs: tuple[trees.TensorSpec, ...],
-        offsets: tuple[int, ...],
+        self, description: trees.Description, specs: tuple[trees.TensorSpec, ...], offsets: tuple[int, ...]
     ) -> None:
-        self.number = number
         self.description = description
         self.specs = specs
         self.offsets = offsets
@@ -75,13 +70,7 @@ class Arrivals:
         if message is None or self._layout is None or not self._may:
             return
         self._last = None
-        if message.pointer not in self._made:
-            self._made[message.pointer] = self._make(message, self._layout, training=True)
-
-    def keep(self, message: Any, tensors: list[Tensor]) -> None:
-        """Takes a message's tensors back, which nobody has seen, for the next one in its slot."""
-        if self._layout is not None and message.layout == self._layout.number:
-            self._made[message.pointer] = tensors, []
+        self._made[message.pointer] = self._make(message, self._layout, training=True)
 
     def of(self, message: Any, layout: IncomingLayout, *, training: bool) -> Made:
         """A message's tensors."""

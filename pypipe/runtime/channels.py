@@ -211,19 +211,12 @@ class Received:
         rows, batch_rows: this microbatch's and the whole batch's share of the data, in rows; 0: unknown.
     """
 
-    __slots__ = ("_arrivals", "_message", "_port", "_tensors", "batch_rows", "leaves", "rows", "tree")
+    __slots__ = ("_message", "_port", "_tensors", "batch_rows", "leaves", "rows", "tree")
 
     def __init__(
-        self,
-        port: ReceivePort,
-        arrivals: Arrivals,
-        message: Inbound,
-        tree: Any,
-        tensors: list[Tensor],
-        leaves: list[Tensor],
+        self, port: ReceivePort, message: Inbound, tree: Any, tensors: list[Tensor], leaves: list[Tensor]
     ) -> None:
         self._port = port
-        self._arrivals = arrivals
         self._message: Inbound | None = message
         self._tensors = tensors
         self.tree = tree
@@ -257,9 +250,7 @@ class Received:
         message, self._message = self._message, None
         if message is None:
             return
-        if unseen:
-            self._arrivals.keep(message, self._tensors)
-        else:
+        if not unseen:
             for tensor in self._tensors:
                 if not tensor.is_inference():  # under inference_mode there are no versions
                     torch.autograd.graph.increment_version(tensor)
@@ -321,12 +312,12 @@ class ReceiveChannel:
             layout = self._learn(message)
         tensors, leaves = arrivals.of(message, layout, training=training)
         if layout.is_tensor:
-            return Received(port, arrivals, message, tensors[0], tensors, leaves)
+            return Received(port, message, tensors[0], tensors, leaves)
         if self._checksum:
             action = f"{self._source_stage}SEND_{chr(self._kind).upper()}{microbatch}"
             compare_checksums(tensors[:-1], tensors[-1].tolist(), action)
         tree = trees.rebuild(layout.description, tensors)
-        return Received(port, arrivals, message, tree[0] if self._checksum else tree, tensors, leaves)
+        return Received(port, message, tree[0] if self._checksum else tree, tensors, leaves)
 
     def _learn(self, message: Inbound) -> IncomingLayout:
         number = message.layout
@@ -337,5 +328,5 @@ class ReceiveChannel:
             raise MismatchError(f"a peer sent {message.size} bytes of a layout that takes {size}")
         if len(self._layouts) >= 2 * _MOST_LAYOUTS:
             self._layouts.pop(next(iter(self._layouts)))
-        layout = self._layouts[number] = IncomingLayout(number, description, specs, tuple(offsets))
+        layout = self._layouts[number] = IncomingLayout(description, specs, tuple(offsets))
         return layout

@@ -79,20 +79,6 @@ def test_gradients_of_several_messages_in_one_slot_do_not_meet() -> None:
             received.release()
 
 
-def test_tensors_that_nobody_has_seen_serve_the_slots_next_message() -> None:
-    with channel_pair.channel_pair(slots=1) as pair:
-        _begin(pair, training=True)
-        made: list[int] = []
-        tensor = pair.receiver.port.tensor
-        pair.receiver.port.tensor = lambda *args: (made.append(1), tensor(*args))[1]  # type: ignore[method-assign]
-        for microbatch in range(6):
-            received = _pass_on(pair, torch.full((3,), float(microbatch)), microbatch)
-            assert received.tree.tolist() == [float(microbatch)] * 3
-            received.tree = None
-            received.release(unseen=True)
-        assert len(made) == 1
-
-
 class _Mode(TorchDispatchMode):
     """Sees every operation."""
 
