@@ -80,6 +80,7 @@ class Batch:
             for each in (self._args, self._kwargs, self._target):
                 if each is not None:
                     each.replace(self._enter)
+        self._arg_pieces: Pieces | None = None
         self._kwarg_pieces: Pieces | None = None
         self._target_pieces: Pieces | None = None
         self._shares: list[Share] = []
@@ -108,6 +109,7 @@ class Batch:
 
     def args(self, microbatch: int) -> tuple[Any, ...]:
         """On the first stage: this microbatch's positional arguments."""
+        assert self._arg_pieces is not None
         args: tuple[Any, ...] = self._arg_pieces[microbatch]
         return args
 

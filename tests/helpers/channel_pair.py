@@ -207,6 +207,12 @@ def trees(leaves: st.SearchStrategy[Any] | None = None, most_leaves: int = 8) ->
     )
 
 
+def shared_mappings() -> int:
+    """How many pieces of shared memory this process has mapped."""
+    with open("/proc/self/maps") as maps:
+        return sum("memfd:" in line for line in maps)
+
+
 class Pair:
     """Channels from rank 0 to rank 1 over one link; each has `slots` slots."""
 

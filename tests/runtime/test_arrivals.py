@@ -121,13 +121,8 @@ def test_what_was_made_ahead_does_not_keep_outgrown_slots() -> None:
         for microbatch in range(4):
             _pass_on(pair, small, microbatch).release()
         gc.collect()
-        before = _shared_mappings()
+        before = channel_pair.shared_mappings()
         for microbatch in range(4):
             _pass_on(pair, large, microbatch).release()
         gc.collect()
-        assert _shared_mappings() <= before
-
-
-def _shared_mappings() -> int:
-    with open("/proc/self/maps") as maps:
-        return sum("memfd:" in line for line in maps)
+        assert channel_pair.shared_mappings() <= before
