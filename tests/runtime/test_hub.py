@@ -107,6 +107,8 @@ def test_a_rank_that_has_said_goodbye_still_passes_on_causes_and_questions() -> 
     hubs[2].leave()
     _expect(hubs[0], 1, "peer_gone")
     _expect(hubs[3], 2, "peer_gone")
+    _expect(hubs[1], 2, "peer_gone")
+    _expect(hubs[2], 1, "peer_gone")
     assert [hub.departed() for hub in hubs] == [[1], [2], [1], [2]]
     told = {json.loads(text)["rank"]: silent for text, silent in hubs[3].ask(4, PATIENCE)}
     assert told == dict.fromkeys(range(4), False)
