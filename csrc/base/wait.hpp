@@ -15,11 +15,12 @@
 // word has changed.
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <vector>
 
 namespace pypipe {
 
@@ -34,23 +35,35 @@ static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
 struct Patience {
   std::chrono::nanoseconds timeout{std::chrono::minutes(10)};
   std::uint32_t spins = 0;                   // polls before parking; few where ranks outnumber cores
-  std::chrono::nanoseconds longest_spin{0};  // more polls, for so long, by a waiter with a habit of shorter waits
+  std::chrono::nanoseconds longest_spin{0};  // more polls, for so long, by a waiter whose last wait was shorter
   std::function<void()> interruption;
   std::function<bool()> prolong;
 };
 
-// Whether one waiter's waits have been short lately. To sleep and to be woken costs a hundred microseconds where the
-// core has gone idle, and the one who wakes some tens; polling through a wait of many milliseconds saves nothing of
-// that. Private to the waiter.
+// Whether one waiter's last wait at one place of a step was short. To sleep and to be woken costs a hundred
+// microseconds where the core has gone idle, and the one who wakes some tens; polling through a wait of many
+// milliseconds saves nothing of that, and keeps the core from others. Private to the waiter.
 class Habit {
  public:
-  [[nodiscard]] bool is_short() const noexcept { return short_ > 0; }
-  // The few long waits at a step's begin and end must not hide that the others are short.
-  void note(bool is_short) noexcept { short_ = is_short ? std::min(short_ + 1, most) : std::max(short_ - 1, 0); }
+  [[nodiscard]] bool is_short() const noexcept { return short_; }
+  void note(bool is_short) noexcept { short_ = is_short; }
 
  private:
-  static constexpr int most = 3;
-  int short_ = most;
+  bool short_ = true;
+};
+
+// A waiter's habits, by microbatch: steps are alike, long waits at their begin and end, short ones in between.
+class Habits {
+ public:
+  [[nodiscard]] Habit& of(std::uint32_t microbatch) {
+    const std::size_t place = microbatch % most;
+    if (place >= places_.size()) places_.resize(place + 1);
+    return places_[place];
+  }
+
+ private:
+  static constexpr std::uint32_t most = 4096;
+  std::vector<Habit> places_;
 };
 
 // Wakes whoever sleeps at the bell. Call after publishing the data with a release store.
@@ -124,10 +137,13 @@ template <class Ready, class Trouble>
   return ready() || detail::poll(patience, false, {}, ready) || detail::sleep(bell, patience, ready, trouble);
 }
 
-// The same, for a waiter that comes again and again: it polls for longer while that is how long its waits take.
+// The same, for a waiter that comes again and again: it polls for longer where that is how long its last wait took.
 template <class Ready, class Trouble>
 [[nodiscard]] bool await(Doorbell& bell, const Patience& patience, Habit& habit, Ready ready, Trouble trouble) {
-  if (ready()) return true;
+  if (ready()) {
+    habit.note(true);
+    return true;
+  }
   const auto start = std::chrono::steady_clock::now();
   const bool came =
       detail::poll(patience, habit.is_short(), start, ready) || detail::sleep(bell, patience, ready, trouble);

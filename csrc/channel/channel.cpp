@@ -103,7 +103,7 @@ std::uint64_t SendChannel::send(Envelope envelope, std::span<const Part> parts, 
   for (const Part& part : parts) {
     envelope.bytes = std::max<std::uint64_t>(envelope.bytes, part.offset + part.bytes);
   }
-  const std::uint64_t number = link_.send(envelope, parts, stream, patience);
+  const std::uint64_t number = link_.send(envelope, parts, stream, patience, habits_.of(envelope.microbatch));
   counters_.messages += 1;
   counters_.bytes += envelope.bytes;
   return number;
@@ -126,7 +126,7 @@ ReceiveChannel::ReceiveChannel(Hub& hub, ReceiveLink& link, int peer, std::uint3
 
 Arrival ReceiveChannel::receive(std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch, Stream stream,
                                 const Patience& patience) {
-  Arrival arrival = link_.receive(stream, patience);
+  Arrival arrival = link_.receive(stream, patience, habits_.of(microbatch));
   check_tag(arrival.envelope, channel_, stage, kind, microbatch, peer_);
   const LayoutBook::Layout& layout = layouts_.find(arrival.envelope.layout, patience);
   if (layout.bytes != arrival.envelope.bytes) {

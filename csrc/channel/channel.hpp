@@ -82,6 +82,8 @@ class SendChannel {
   // The envelope's channel and bytes are filled in here.
   // Returns the message's number on the link; its parts are needed until sent() has come to that.
   std::uint64_t send(Envelope envelope, std::span<const Part> parts, Stream stream, const Patience& patience);
+  // Whether a message of a layout that was announced could be sent without a wait, as far as the link can tell.
+  [[nodiscard]] bool has_room() { return link_.has_room(channel_); }
   [[nodiscard]] std::uint64_t sent() { return link_.sent(); }
   void finish(Stream stream) { link_.finish(stream); }
   [[nodiscard]] const ChannelCounters& counters() const noexcept { return counters_; }
@@ -90,6 +92,7 @@ class SendChannel {
   SendLink& link_;
   const std::uint32_t channel_;
   LayoutAnnouncer announcer_;
+  Habits habits_;
   ChannelCounters counters_;
 };
 
@@ -113,6 +116,7 @@ class ReceiveChannel {
   const int peer_;
   const std::uint32_t channel_;
   std::uint32_t generation_ = 0;
+  Habits habits_;
   LayoutBook layouts_;
   ChannelCounters counters_;
 };

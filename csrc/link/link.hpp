@@ -75,10 +75,13 @@ class SendLink {
   virtual void reserve(std::uint32_t channel, std::uint32_t slots, std::size_t bytes, const Patience& patience) = 0;
 
   // Waits (on the host, for the host's part only) until a slot is free. Throws Error{timeout, peer_gone,
-  // aborted}.
+  // aborted}. `habit`: how long this message has waited in other steps.
   // Returns the message's number on this link, from 1.
   virtual std::uint64_t send(const Envelope& envelope, std::span<const Part> parts, Stream stream,
-                             const Patience& patience) = 0;
+                             const Patience& patience, Habit& habit) = 0;
+
+  // Whether send() would find a slot of `channel` free. False where only send() can tell. Never waits.
+  [[nodiscard]] virtual bool has_room(std::uint32_t /*channel*/) { return false; }
 
   // Of the messages so far, how many no longer need their parts. Never waits.
   [[nodiscard]] virtual std::uint64_t sent() = 0;
@@ -97,8 +100,9 @@ class ReceiveLink {
   // The program takes a free slot of `channel` for a message to come. Never blocks.
   virtual void post(std::uint32_t channel, Stream stream, const Patience& patience) = 0;
 
-  // The next message of the link. Throws Error{timeout, peer_gone, aborted, protocol}.
-  [[nodiscard]] virtual Arrival receive(Stream stream, const Patience& patience) = 0;
+  // The next message of the link. Throws Error{timeout, peer_gone, aborted, protocol}. `habit`: how long it has been
+  // waited for in other steps.
+  [[nodiscard]] virtual Arrival receive(Stream stream, const Patience& patience, Habit& habit) = 0;
 
   virtual void release(const Slot& slot, Stream stream) = 0;
 };

@@ -77,7 +77,7 @@ void NcclSendLink::enqueue(const Outgoing& message, nccl::CommunicatorHandle com
 }
 
 std::uint64_t NcclSendLink::send(const Envelope& envelope, std::span<const Part> parts, Stream stream,
-                                 const Patience& patience) {
+                                 const Patience& patience, Habit& /*habit*/) {
   hub_.send(peer_, FrameType::envelope, link_, 0,
             std::string_view(reinterpret_cast<const char*>(&envelope), sizeof(envelope)), patience);
   messages_ += 1;
@@ -226,7 +226,7 @@ void NcclReceiveLink::start(const Envelope& envelope, Stream stream, const Patie
   note_arrival(message);
 }
 
-Arrival NcclReceiveLink::receive(Stream stream, const Patience& patience) {
+Arrival NcclReceiveLink::receive(Stream stream, const Patience& patience, Habit& /*habit*/) {
   if (started_.empty()) {
     if (group_)
       throw Error(Fault::usage, "a message is used before its receive was issued: the program was not verified");

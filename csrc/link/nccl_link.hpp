@@ -40,8 +40,8 @@ class NcclSendLink final : public SendLink {
   ~NcclSendLink() override;
 
   void reserve(std::uint32_t channel, std::uint32_t slots, std::size_t bytes, const Patience& patience) override;
-  std::uint64_t send(const Envelope& envelope, std::span<const Part> parts, Stream stream,
-                     const Patience& patience) override;
+  std::uint64_t send(const Envelope& envelope, std::span<const Part> parts, Stream stream, const Patience& patience,
+                     Habit& habit) override;
   [[nodiscard]] std::uint64_t sent() override;
   void finish(Stream stream) override;
 
@@ -84,7 +84,7 @@ class NcclReceiveLink final : public ReceiveLink {
   ~NcclReceiveLink() override;
 
   void post(std::uint32_t channel, Stream stream, const Patience& patience) override;
-  [[nodiscard]] Arrival receive(Stream stream, const Patience& patience) override;
+  [[nodiscard]] Arrival receive(Stream stream, const Patience& patience, Habit& habit) override;
   void release(const Slot& slot, Stream stream) override;
 
  private:

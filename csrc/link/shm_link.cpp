@@ -114,19 +114,26 @@ void ShmSendLink::collect_credits() {
   }
 }
 
+bool ShmSendLink::has_room(std::uint32_t channel) {
+  const auto found = lanes_.find(channel);
+  return found != lanes_.end() && has_room(found->second);
+}
+
+bool ShmSendLink::has_room(const Lane& lane) {
+  collect_credits();
+  return lane.old_in_flight < lane.free.size();  // so that all generations together never exceed `slots`
+}
+
 std::uint64_t ShmSendLink::send(const Envelope& envelope, std::span<const Part> parts, Stream /*stream*/,
-                                const Patience& patience) {
+                                const Patience& patience, Habit& habit) {
   const auto found = lanes_.find(envelope.channel);
   if (found == lanes_.end() || envelope.bytes > found->second.bytes) {
     throw Error(Fault::usage, "no slots were reserved for " + std::to_string(envelope.bytes) + " bytes on " +
                                   about(envelope.channel, peer_));
   }
   Lane& lane = found->second;
-  const auto ready = [&] {
-    collect_credits();
-    return lane.old_in_flight < lane.free.size();  // so that all generations together never exceed `slots`
-  };
-  if (!await(rings_->sender, patience, slot_waits_, ready, [this] { hub_.check(peer_); })) {
+  const auto ready = [&] { return has_room(lane); };
+  if (!await(rings_->sender, patience, habit, ready, [this] { hub_.check(peer_); })) {
     throw Error(Fault::timeout, "no slot came free on " + about(envelope.channel, peer_));
   }
   const std::uint32_t slot = lane.free.back();
@@ -175,9 +182,9 @@ ShmReceiveLink::Lane& ShmReceiveLink::lane(std::uint32_t channel, std::uint32_t 
   return lane;
 }
 
-Arrival ShmReceiveLink::receive(Stream /*stream*/, const Patience& patience) {
+Arrival ShmReceiveLink::receive(Stream /*stream*/, const Patience& patience, Habit& habit) {
   const auto ready = [this] { return rings_->published.load(std::memory_order_acquire) != consumed_; };
-  if (!await(rings_->receiver, patience, message_waits_, ready, [this] { hub_.check(peer_); })) {
+  if (!await(rings_->receiver, patience, habit, ready, [this] { hub_.check(peer_); })) {
     throw Error(Fault::timeout, "no message came from rank " + std::to_string(peer_));
   }
   const Message message = messages(rings_)[consumed_ % capacity_];

@@ -35,8 +35,9 @@ class ShmSendLink final : public SendLink {
   ~ShmSendLink() override;
 
   void reserve(std::uint32_t channel, std::uint32_t slots, std::size_t bytes, const Patience& patience) override;
-  std::uint64_t send(const Envelope& envelope, std::span<const Part> parts, Stream stream,
-                     const Patience& patience) override;
+  std::uint64_t send(const Envelope& envelope, std::span<const Part> parts, Stream stream, const Patience& patience,
+                     Habit& habit) override;
+  [[nodiscard]] bool has_room(std::uint32_t channel) override;
   [[nodiscard]] std::uint64_t sent() override { return published_; }
 
  private:
@@ -50,6 +51,7 @@ class ShmSendLink final : public SendLink {
     std::shared_ptr<Segment> memory;
   };
   void collect_credits();
+  bool has_room(const Lane& lane);
 
   Hub& hub_;
   const int peer_;
@@ -58,7 +60,6 @@ class ShmSendLink final : public SendLink {
   ShmRings* rings_;
   std::uint64_t published_ = 0;
   std::uint64_t collected_ = 0;
-  Habit slot_waits_;
   std::map<std::uint32_t, Lane> lanes_;
 };
 
@@ -69,7 +70,7 @@ class ShmReceiveLink final : public ReceiveLink {
   ~ShmReceiveLink() override;
 
   void post(std::uint32_t channel, Stream stream, const Patience& patience) override;
-  [[nodiscard]] Arrival receive(Stream stream, const Patience& patience) override;
+  [[nodiscard]] Arrival receive(Stream stream, const Patience& patience, Habit& habit) override;
   void release(const Slot& slot, Stream stream) override;
 
  private:
@@ -87,7 +88,6 @@ class ShmReceiveLink final : public ReceiveLink {
   std::shared_ptr<Segment> memory_;
   ShmRings* rings_;
   std::uint64_t consumed_ = 0;
-  Habit message_waits_;
   std::uint64_t returned_ = 0;
   std::map<std::uint32_t, Lane> lanes_;
 };

@@ -131,6 +131,7 @@ void register_channel(py::module_& module) {
       .def("announce", &announce, arg("description"), arg("sizes"), arg("forgotten"), arg("patience"), Released())
       .def("send", &send, arg("layout"), arg("stage"), arg("kind"), arg("microbatch"), arg("rows"), arg("batch_rows"),
            arg("pointers"), arg("stream"), arg("patience"))
+      .def("has_room", &SendChannel::has_room)
       .def("sent", &SendChannel::sent)
       .def(
           "finish",

@@ -1,8 +1,9 @@
 """The tensors in which messages arrive.
 
-They are views of a slot, and new objects for every message. Where a slot's memory stays in its place, those of its next
-message are made while there is time, before a wait: torch's operations take several times as long right after a stage
-has run, which has taken the caches, and then the message is waited for no longer.
+They are views of a slot, and new objects for every message. torch's operations take several times as long right after a
+stage has run, which has taken the caches. So where a slot's memory stays in its place, a tensor on it is kept, of which
+a message's is the detached copy, in one operation; and what a leaf takes more is made while there is time, before the
+slot's next message is waited for.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Made = tuple[list[Tensor], list[Tensor]]
 class IncomingLayout:
     """A layout as its receiver uses it."""
 
-    __slots__ = ("description", "is_tensor", "offsets", "specs")
+    __slots__ = ("description", "has_leaves", "is_tensor", "offsets", "specs")
 
     def __init__(
         self, description: trees.Description, specs: tuple[trees.TensorSpec, ...], offsets: tuple[int, ...]
@@ -36,6 +37,7 @@ class IncomingLayout:
         self.specs = specs
         self.offsets = offsets
         self.is_tensor: bool = description[0] == "T"  # and nothing around it
+        self.has_leaves = any(spec.requires_grad for spec in specs)
 
 
 class Arrivals:
@@ -48,14 +50,17 @@ class Arrivals:
     def __init__(self, port: Any) -> None:
         self._port = port
         self._can = bool(port.slots_stay)
-        self._may = False
-        self._layout: IncomingLayout | None = None  # that tensors are made ahead for
+        self._layout: IncomingLayout | None = None  # that tensors are kept and made ahead for
         self._last: Any = None  # message
+        self._kept: dict[int, list[Tensor]] = {}  # by slot
         self._made: dict[int, Made] = {}  # by slot
+        self.keeps = False
+        """Whether one more tensor, which is kept here, lies on the memory of each that is made."""
 
     def begin(self, *, training: bool) -> None:
-        """Begins a step. Tensors are made ahead only if they are what they would be later: no mode changes them."""
-        self._may = (
+        """Begins a step. Tensors are kept and made ahead only if they are what they would be later: no mode changes
+        them."""
+        self.keeps = (
             self._can
             and training
             and torch.is_grad_enabled()
@@ -67,34 +72,42 @@ class Arrivals:
     def prepare(self) -> None:
         """Makes what the next message in the last one's slot needs, if it is of the same layout."""
         message = self._last
-        if message is None or self._layout is None or not self._may:
+        if message is None or self._layout is None or not self.keeps:
             return
         self._last = None
         self._made[message.pointer] = self._make(message, self._layout, training=True)
 
     def of(self, message: Any, layout: IncomingLayout, *, training: bool) -> Made:
         """A message's tensors."""
-        if not self._may:
+        if not self.keeps:
             return self._make(message, layout, training=training)
-        made: Made | None = None
-        if layout is self._layout:
-            made = self._made.pop(message.pointer, None)
-            self._last = message
-        else:  # perhaps also other memory: let go of the old one
+        if layout is not self._layout:  # perhaps also other memory: let go of the old one
             self._layout = layout
+            self._kept.clear()
             self._made.clear()
-        return made or self._make(message, layout, training=training)
+            self._last = None
+        if not (training and layout.has_leaves):
+            return self._make(message, layout, training=training)
+        self._last = message
+        return self._made.pop(message.pointer, None) or self._make(message, layout, training=True)
 
     def _make(self, message: Any, layout: IncomingLayout, *, training: bool) -> Made:
-        port = self._port
-        tensors = [
-            port.tensor(message, spec, offset) for spec, offset in zip(layout.specs, layout.offsets, strict=True)
-        ]
+        if not self.keeps:
+            tensors = self._on_slot(message, layout)
+        else:
+            kept = self._kept.get(message.pointer)
+            if kept is None:
+                kept = self._kept[message.pointer] = self._on_slot(message, layout)
+            tensors = [tensor.detach() for tensor in kept]
         leaves: list[Tensor] = []
-        if training:
+        if training and layout.has_leaves:
             for position, spec in enumerate(layout.specs):
                 if spec.requires_grad:
                     leaf = tensors[position].requires_grad_()
                     leaves.append(leaf)
                     tensors[position] = enter(leaf, leaf.shape)
         return tensors, leaves
+
+    def _on_slot(self, message: Any, layout: IncomingLayout) -> list[Tensor]:
+        tensor = self._port.tensor
+        return [tensor(message, spec, offset) for spec, offset in zip(layout.specs, layout.offsets, strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -22,15 +22,11 @@ class ChunkSpecs:
     output: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """A microbatch's part of the batch, in rows; zeros where the batch has no rows."""
 
     rows: int
     batch_rows: int
-
-
-_UNKNOWN = Share(0, 0)
 
 
 class _Entrance:
@@ -57,6 +53,9 @@ class Batch:
         n_microbatches: M.
         first: whether this rank holds the first stage, whose arguments tell the batch's length.
         training: whether gradients are wanted.
+
+    Attributes:
+        rows: the batch's length, where the first stage is; 0: elsewhere, and where it has none.
     """
 
     def __init__(
@@ -83,13 +82,11 @@ class Batch:
         self._arg_pieces: Pieces | None = None
         self._kwarg_pieces: Pieces | None = None
         self._target_pieces: Pieces | None = None
-        self._shares: list[Share] = []
+        self.rows = 0
         if first:
-            rows = self._args.rows(beside=self._kwargs)
-            self._arg_pieces = self._args.pieces(n_microbatches, batch_rows=rows)
-            self._shares = (
-                [Share(size, rows) for size in sizes(rows, n_microbatches)] if rows else [_UNKNOWN] * n_microbatches
-            )
+            self.rows = self._args.rows(beside=self._kwargs)
+            self._arg_pieces = self._args.pieces(n_microbatches, batch_rows=self.rows)
+            self._sizes = sizes(self.rows, n_microbatches)
 
     def _enter(self, tensor: Tensor) -> Tensor:
         if not tensor.requires_grad:
@@ -98,14 +95,9 @@ class Batch:
         self._entrances.append(entrance)
         return entrance.leaf
 
-    @property
-    def rows(self) -> int:
-        """The batch's length, where the first stage is; 0: elsewhere, and where it has none."""
-        return self._shares[0].batch_rows if self._shares else 0
-
     def share(self, microbatch: int) -> Share:
         """On the first stage: this microbatch's rows."""
-        return self._shares[microbatch]
+        return Share(self._sizes[microbatch], self.rows)
 
     def args(self, microbatch: int) -> tuple[Any, ...]:
         """On the first stage: this microbatch's positional arguments."""

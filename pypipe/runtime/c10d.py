@@ -237,6 +237,10 @@ class C10dSendPort:
         self._counters["messages"] += 1
         self._counters["bytes"] += layout.bytes
 
+    def has_room(self) -> bool:
+        """False: this link cannot tell."""
+        return False
+
     def finish(self) -> None:
         """Nothing: what is under way is a copy."""
 

@@ -46,6 +46,9 @@ class SendPort(Protocol):
     def send(self, layout: Any, tag: Tag, tensors: Sequence[Tensor]) -> None:
         """Sends dense tensors of that layout; they may be overwritten once the call (on a CPU) returns."""
 
+    def has_room(self) -> bool:
+        """Whether send() would find a slot free, as far as the link can tell. Never waits."""
+
     def finish(self) -> None:
         """Ends a step: what the current stream gets from now on may overwrite all that was sent."""
 
@@ -105,8 +108,9 @@ class ReceivePort(Protocol):
         """Messages, bytes, layouts, allocations, slots, slot_bytes, alive, most_alive so far."""
 
 
-def _kind_in(kind: int, training: bool) -> int:
-    return ord(chr(kind).upper() if training else chr(kind).lower())
+def _kinds(kind: int) -> tuple[int, int]:
+    """How messages of this kind say that they are of an eval(), and of a step()."""
+    return ord(chr(kind).lower()), ord(chr(kind).upper())
 
 
 class _Outgoing(NamedTuple):
@@ -128,6 +132,7 @@ class SendChannel:
         self._checksum = checksum
         self._port = self.port = port
         self._stage = stage
+        self._kinds = _kinds(kind)
         self._kind = kind
         self._layouts: dict[trees.Description, _Outgoing] = {}
 
@@ -138,7 +143,7 @@ class SendChannel:
 
     def begin(self, *, training: bool) -> None:
         """Begins a step. Messages say whether it is one of step() or of eval(): ranks must not mix them."""
-        self._kind = _kind_in(self._kind, training)
+        self._kind = self._kinds[training]
 
     def send(self, tree: Any, microbatch: int, rows: int, batch_rows: int, lender: Any = None) -> list[Tensor]:
         """Sends a tree and returns its tensors in the order in which the other end counts them.
@@ -166,6 +171,10 @@ class SendChannel:
         self._port.send(layout.handle, Tag(self._stage, self._kind, microbatch, rows, batch_rows), sent)
         return tensors if sums is None else tensors[:-1]
 
+    def has_room(self) -> bool:
+        """Whether a message would be sent without a wait, as far as its link can tell."""
+        return self._port.has_room()
+
     def finish(self) -> None:
         """Ends a step: the caller may now overwrite what was sent, such as an input that went through unchanged."""
         self._port.finish()
@@ -186,17 +195,25 @@ def _uses(tensor: Tensor) -> int:
 
 
 @functools.cache
-def _uses_alone() -> int:
+def _fewest_uses(beside_kept: bool) -> int:
     # Asking for a storage makes a Python object of it, which some releases count.
-    return _uses(torch.empty(1))
+    with torch.inference_mode(False):
+        kept = torch.empty(1)
+        return _uses(kept.detach() if beside_kept else kept)
 
 
-def is_shared(tensors: list[Tensor]) -> bool:
-    """Whether anybody but the list's owner has one of these tensors, in Python or C++, or another on their storage."""
+def is_shared(tensors: list[Tensor], *, beside_kept: bool = False) -> bool:
+    """Whether anybody but the list's owner has one of these tensors, in Python or C++, or another on their storage.
+
+    Args:
+        tensors: the list.
+        beside_kept: whether the tensors' maker keeps one on each storage.
+    """
+    fewest = _fewest_uses(beside_kept)
     for tensor in tensors:
         mine = 3  # the list, the loop, getrefcount()
         count: int = tensor._use_count()  # type: ignore[attr-defined]
-        if sys.getrefcount(tensor) > mine or count > 1 or _uses(tensor) > _uses_alone():
+        if sys.getrefcount(tensor) > mine or count > 1 or _uses(tensor) > fewest:
             return True
     return False
 
@@ -211,14 +228,21 @@ class Received:
         rows, batch_rows: this microbatch's and the whole batch's share of the data, in rows; 0: unknown.
     """
 
-    __slots__ = ("_message", "_port", "_tensors", "batch_rows", "leaves", "rows", "tree")
+    __slots__ = ("_beside_kept", "_message", "_port", "_tensors", "batch_rows", "leaves", "rows", "tree")
 
     def __init__(
-        self, port: ReceivePort, message: Inbound, tree: Any, tensors: list[Tensor], leaves: list[Tensor]
+        self,
+        port: ReceivePort,
+        message: Inbound,
+        tree: Any,
+        tensors: list[Tensor],
+        leaves: list[Tensor],
+        beside_kept: bool,
     ) -> None:
         self._port = port
         self._message: Inbound | None = message
         self._tensors = tensors
+        self._beside_kept = beside_kept
         self.tree = tree
         self.leaves = leaves
         self.rows: int = message.rows
@@ -236,7 +260,7 @@ class Received:
         Only where the port's storages are apart. Somebody has the received tensor itself, in Python or in C++, or a
         view or an alias of it, which shares its storage.
         """
-        return is_shared(self._tensors)
+        return is_shared(self._tensors, beside_kept=self._beside_kept)
 
     def settle(self) -> None:
         """After the forward: a stage may have changed its input in place; the memory is its own."""
@@ -272,6 +296,7 @@ class ReceiveChannel:
         self.posts: bool = port.posts
         self.storages_apart: bool = port.storages_apart
         self._source_stage = source_stage
+        self._kinds = _kinds(kind)
         self._kind = kind
         self._layouts: dict[int, IncomingLayout] = {}
         self._arrivals = Arrivals(port)
@@ -284,7 +309,7 @@ class ReceiveChannel:
 
     def begin(self, *, training: bool) -> None:
         """Begins a step, whose messages must say of it what this says."""
-        self._kind = _kind_in(self._kind, training)
+        self._kind = self._kinds[training]
         self._arrivals.begin(training=training)
 
     def post(self, microbatch: int) -> None:
@@ -312,12 +337,12 @@ class ReceiveChannel:
             layout = self._learn(message)
         tensors, leaves = arrivals.of(message, layout, training=training)
         if layout.is_tensor:
-            return Received(port, message, tensors[0], tensors, leaves)
+            return Received(port, message, tensors[0], tensors, leaves, arrivals.keeps)
         if self._checksum:
             action = f"{self._source_stage}SEND_{chr(self._kind).upper()}{microbatch}"
             compare_checksums(tensors[:-1], tensors[-1].tolist(), action)
         tree = trees.rebuild(layout.description, tensors)
-        return Received(port, message, tree[0] if self._checksum else tree, tensors, leaves)
+        return Received(port, message, tree[0] if self._checksum else tree, tensors, leaves, arrivals.keeps)
 
     def _learn(self, message: Inbound) -> IncomingLayout:
         number = message.layout

@@ -1,7 +1,8 @@
 """One stage's part of a step: forward, backward, and what is kept between them.
 
 Memory is given back as early as the maths allows. After a forward, only the autograd nodes of its outputs are kept,
-not the outputs; after a backward, the slot of the received activation goes back, before the gradient is sent on.
+not the outputs. After a backward, the slots of what was received go back. Where the gradient is sent on at once, that
+goes first, since somebody waits for it; but if the send may have to wait, they do: it may be for them.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ class StageExecution:
         self._input_gradients: dict[int, list[Tensor | None]] = {}
         self._loss_graphs: dict[int, Tensor] = {}
         self._rests: dict[int, tuple[WeightWork, Received | Handed | None, Loan | None]] = {}
-        self._fresh: list[Tensor] = []
+        self._owed: tuple[Received | Handed | None, Loan | None] | None = None
+        self._fresh: list[Tensor] | None = []
         self._batch: Batch = _NOTHING
         self.losses: dict[int, Tensor] = {}
         self.results: dict[int, Any] = {}
@@ -114,8 +116,12 @@ class StageExecution:
             if isinstance(channel, (ReceiveChannel, SendChannel)):
                 channel.begin(training=training)
         if training and (self._receive_forward is not None or self._loans is not None):
-            self._fresh = [p for p in self._module.parameters() if p.requires_grad and p.grad is None]
-            self._fresh += batch.leaves
+            self._fresh = None
+
+    def _find_fresh(self) -> None:
+        """Finds the leaves without a `.grad`. Done before the stage's first wait: walking a module takes long."""
+        self._fresh = [p for p in self._module.parameters() if p.requires_grad and p.grad is None]
+        self._fresh += self._batch.leaves
 
     def receiver(self, kind: Kind) -> ReceiveChannel:
         """The channel that messages of Kind.F or Kind.B come through from another rank."""
@@ -131,6 +137,8 @@ class StageExecution:
             share = batch.share(microbatch)
             args = batch.args(microbatch)
         else:
+            if self._fresh is None:
+                self._find_fresh()
             received = self._receive_forward.receive(microbatch, training=self._training)
             self.on_ready()
             share = Share(received.rows, received.batch_rows)
@@ -201,6 +209,10 @@ class StageExecution:
         """B: waits for the output's gradients, runs backward, and gives the input's slot back."""
         self._begin_backward(microbatch, split=False)
 
+    def backward_before_send(self, microbatch: int) -> None:
+        """B, which its SEND_B follows at once: that gives the slots back."""
+        self._begin_backward(microbatch, split=False, owes=True)
+
     def input_backward(self, microbatch: int) -> None:
         """I: the input's half of B; what the weights' half needs stays."""
         self._begin_backward(microbatch, split=True)
@@ -219,13 +231,16 @@ class StageExecution:
             self._require_finite_gradients(microbatch, [])
         self.busy_seconds += time.perf_counter() - start
         del rest, work
+        self._give_back(inputs, loan)
+
+    def _give_back(self, inputs: Received | Handed | None, loan: Loan | None) -> None:
         if inputs is not None:
             inputs.release()
         if loan is not None:
             assert self._loans is not None
             self._loans.give_back(loan)
 
-    def _begin_backward(self, microbatch: int, *, split: bool) -> None:
+    def _begin_backward(self, microbatch: int, *, split: bool, owes: bool = False) -> None:
         loan: Loan | None = None
         roots: list[Any]
         gradients: list[Tensor]
@@ -234,6 +249,8 @@ class StageExecution:
             roots, gradients = [loss], [self._weight(microbatch, loss)]
             del loss
         else:
+            if self._fresh is None:
+                self._find_fresh()
             loan = self._loans.take(microbatch)
             self.on_ready()
             pairs = list(zip(self._nodes.pop(microbatch), loan.gradients, strict=True))
@@ -258,16 +275,15 @@ class StageExecution:
             if self._send_backward is not None:
                 self._input_gradients[microbatch] = [_own_gradient(leaf, inputs, loan) for leaf in inputs.leaves]
             inputs.leaves = []
+        self.busy_seconds += time.perf_counter() - start
         if work is not None:
             self._rests[microbatch] = (work, inputs, loan)
-        elif inputs is not None:
-            inputs.release()
-        self.busy_seconds += time.perf_counter() - start
         if self._hands_backward:
             self.send_backward(microbatch)
-        if work is None and loan is not None:
-            assert self._loans is not None
-            self._loans.give_back(loan)
+        if owes:
+            self._owed = (inputs, loan)
+        elif work is None:
+            self._give_back(inputs, loan)
 
     def _require_finite_gradients(self, microbatch: int, leaves: Sequence[Tensor]) -> None:
         where = f"{self._where}, backward, microbatch {microbatch}: the gradient of "
@@ -285,9 +301,16 @@ class StageExecution:
 
     def send_backward(self, microbatch: int) -> None:
         """SEND_B: sends the input's gradients back; None where there is none."""
-        assert self._send_backward is not None
+        channel = self._send_backward
+        assert channel is not None
+        owed, self._owed = self._owed, None
+        if owed is not None and not channel.has_room():
+            self._give_back(*owed)
+            owed = None
         gradients = self._input_gradients.pop(microbatch)
-        self._send_backward.send(gradients[0] if len(gradients) == 1 else gradients, microbatch, 0, 0)
+        channel.send(gradients[0] if len(gradients) == 1 else gradients, microbatch, 0, 0)
+        if owed is not None:
+            self._give_back(*owed)
 
     def _weight(self, microbatch: int, loss: Tensor) -> Tensor:
         """What backward starts from: the microbatch's weight in the batch's loss."""
@@ -306,6 +329,7 @@ class StageExecution:
         Autograd may make a received gradient, or a view of it, some tensor's first `.grad`, and a backward may hand
         out a saved activation. Later ones are added to the first.
         """
+        assert self._fresh is not None
         for tensor in self._fresh:
             if tensor.grad is not None and any(slot is not None and slot.holds(tensor.grad) for slot in slots):
                 tensor.grad = tensor.grad.clone()

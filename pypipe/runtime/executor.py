@@ -56,6 +56,8 @@ class Executor:
             else:
                 for early, earlier in order.before(action):
                     self._add(action, stages[early.target_stage].receiver(early.kind).take, earlier)
+                if action.kind is Kind.SEND_B and self._plan and self._plan[-1][1:] == (stage.backward, microbatch):
+                    self._plan[-1] = (self._plan[-1][0], stage.backward_before_send, microbatch)
                 self._add(action, _call(action, stage), microbatch)
             if ends_group and issue is not None:
                 self._add(action, _ignoring_microbatch(issue), microbatch)

@@ -135,6 +135,28 @@ def _broadcast(spec: Any, tree: Any, path: str) -> list[Any]:
     )
 
 
+_Rebuild = Callable[[list[Any]], Any]
+
+
+def _flatten(tree: Any) -> tuple[list[Any], _Rebuild]:
+    """A tree's leaves, and what makes a tree like it of other leaves.
+
+    The first forward waits for this: what most batches are, a tensor or a tuple of tensors, takes one look here, where
+    pytree takes dozens of calls.
+    """
+    if tree is None or isinstance(tree, Tensor):
+        return [tree], _only
+    if type(tree) is tuple and all(isinstance(value, Tensor) for value in tree):
+        return list(tree), tuple
+    values, structure = pytree.tree_flatten(tree)
+    return values, structure.unflatten
+
+
+def _only(values: list[Any]) -> Any:
+    (value,) = values
+    return value
+
+
 class Cuttable:
     """A tree of tensors and other values, of which tensors are cut into microbatches and the rest is given to all.
 
@@ -150,7 +172,7 @@ class Cuttable:
     def __init__(self, tree: Any, spec: Any, name: str) -> None:
         self.name = name
         self._tree = tree
-        values, self._structure = pytree.tree_flatten(tree)
+        values, self._rebuild = _flatten(tree)
         specs = [spec] * len(values) if _is_chunk_spec(spec) else _broadcast(spec, tree, name)
         self._leaves = [
             _Leaf(value, _dimension(its_spec, value, partial(self._path, i)) if isinstance(value, Tensor) else None)
@@ -199,7 +221,7 @@ class Cuttable:
         """
         rows = self.rows()
         if not any(leaf.dim is not None for leaf in self._leaves):
-            return Pieces(self._leaves, self._structure, [0] * n_microbatches)
+            return Pieces(self._leaves, self._rebuild, [0] * n_microbatches)
         batch_rows = batch_rows or rows
         if rows != batch_rows and not (scaled and batch_rows and rows % batch_rows == 0 and rows > 0):
             raise InputError(
@@ -212,7 +234,7 @@ class Cuttable:
                 f"build the schedule with n_microbatches <= {max(batch_rows, 1)}, or give a larger batch"
             )
         scale = rows // batch_rows
-        return Pieces(self._leaves, self._structure, [size * scale for size in sizes(batch_rows, n_microbatches)])
+        return Pieces(self._leaves, self._rebuild, [size * scale for size in sizes(batch_rows, n_microbatches)])
 
 
 def _differing(tree: Cuttable, i: int, other: Cuttable, j: int) -> InputError:
@@ -228,9 +250,9 @@ class Pieces(Sequence[Any]):
     """The microbatches' trees, each with tensors of its own. The first one that is asked for is made by itself, so that
     the pipeline need not wait for the others; they are made when the second one is asked for."""
 
-    def __init__(self, leaves: Sequence[_Leaf], structure: pytree.TreeSpec, cuts: Sequence[int]) -> None:
+    def __init__(self, leaves: Sequence[_Leaf], rebuild: _Rebuild, cuts: Sequence[int]) -> None:
         self._leaves = leaves
-        self._structure = structure
+        self._rebuild = rebuild
         self._cuts = cuts
         self._made: dict[int, Any] = {}
 
@@ -248,8 +270,9 @@ class Pieces(Sequence[Any]):
 
     def _make(self, microbatch: int) -> Any:
         start, size = sum(self._cuts[:microbatch]), self._cuts[microbatch]
-        values = [leaf.value if leaf.dim is None else _cut(leaf.value, start, size, leaf.dim) for leaf in self._leaves]
-        return pytree.tree_unflatten(values, self._structure)
+        return self._rebuild(
+            [leaf.value if leaf.dim is None else _cut(leaf.value, start, size, leaf.dim) for leaf in self._leaves]
+        )
 
 
 # The same memory with a node and a version of its own, and to autograd no view: a stage may change its piece in place,

@@ -86,6 +86,10 @@ class NcclSendPort:
         while self._leaving and self._leaving[0][0] <= sent:
             self._leaving.popleft()
 
+    def has_room(self) -> bool:
+        """False: this link cannot tell."""
+        return self._channel.has_room()
+
     def finish(self) -> None:
         """The current stream waits for what is still leaving."""
         self._channel.finish(current_stream(self._device))

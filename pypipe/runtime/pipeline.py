@@ -6,7 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 
@@ -67,15 +68,14 @@ class Settings:
         verified = self.fitted.training or self.fitted.forward_only
         return verified.program if verified else None
 
-    @property
+    @cached_property
     def where(self) -> str:
         """How messages call this rank's part."""
         stages = ", ".join(str(piece) for piece, _ in self.pieces)
         return f"rank {self.world.rank}, stage{'s' if len(self.pieces) > 1 else ''} {stages}"
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """What step() or eval() was called with."""
 
     args: tuple[Any, ...]

@@ -54,6 +54,10 @@ class CoreSendPort:
             self._patience,
         )
 
+    def has_room(self) -> bool:
+        """Whether a slot is free."""
+        return self._channel.has_room()
+
     def finish(self) -> None:
         """Nothing: send() has read what it sent."""
 

@@ -1,5 +1,6 @@
 // Looks for lost wake-ups in base/wait.hpp. Arguments: seed, rounds of the fastest part.
 // Parks are endless here: see endless.hpp.
+#include <limits>
 #include <thread>
 #include <vector>
 
@@ -205,18 +206,19 @@ void edges() {
   expect(Fault::usage, [&] { (void)await(bell, patient, never, no_trouble); }, "interruptions while parked");
 }
 
-// Waiters poll until waits have been long three times more often than short; one short one brings it back.
+// A waiter polls where its last wait was short, and knows the places of a step apart.
 void habits() {
-  Habit habit;
-  check(habit.is_short(), "a new waiter does not poll");
-  for (int wait = 0; wait < 20; ++wait) habit.note(true);
-  for (int wait = 0; wait < 2; ++wait) habit.note(false);
-  check(habit.is_short(), "the two long waits of a step count too much");
-  habit.note(false);
-  check(!habit.is_short(), "a waiter polls through long waits");
-  for (int wait = 0; wait < 20; ++wait) habit.note(false);
-  habit.note(true);
-  check(habit.is_short(), "a short wait after long ones counts too little");
+  Habits places;
+  check(places.of(7).is_short(), "a new waiter does not poll");
+  places.of(7).note(false);
+  check(!places.of(7).is_short(), "a waiter polls through long waits");
+  check(places.of(6).is_short() && places.of(8).is_short(), "one place of a step tells of another");
+  Doorbell bell;
+  check(await(bell, patience(ages), places.of(7), [] { return true; }, no_trouble), "what is there is waited for");
+  check(places.of(7).is_short(), "what was there at once was no short wait");
+  places.of(7).note(false);
+  check(places.of(std::numeric_limits<std::uint32_t>::max()).is_short(), "the last place tells of another");
+  check(!places.of(7).is_short(), "a place was lost");
 }
 
 }  // namespace

@@ -28,10 +28,12 @@ struct Ends {
     const std::vector<std::byte> data(bytes, static_cast<std::byte>(microbatch));
     Envelope envelope{channel, 1, 'F', microbatch, 1, 0, bytes, 0, 0};
     const Part part{data.data(), data.size(), 0};
-    sender->send(envelope, std::span(&part, 1), Stream{}, waiting);
+    Habit habit;
+    sender->send(envelope, std::span(&part, 1), Stream{}, waiting, habit);
   }
   [[nodiscard]] Arrival receive(const Patience& waiting = patience()) const {
-    return receiver->receive(Stream{}, waiting);
+    Habit habit;
+    return receiver->receive(Stream{}, waiting, habit);
   }
   Hub left{0};
   Hub right{1};
@@ -191,7 +193,8 @@ void tags() {
   send(2, 'F', 7, layout + 1, 8);
   (void)sender.announce("a later layout", 8, 0, patience());
   (void)sender.announce("the latest layout", 8, 0, patience());
-  const Arrival arrival = receive_link.receive(Stream{}, patience());
+  Habit habit;
+  const Arrival arrival = receive_link.receive(Stream{}, patience(), habit);
   check(receiver.layout(arrival.envelope.layout, patience()).description == "a later layout", "another layout");
 }
 

@@ -282,6 +282,23 @@ def test_only_tensors_that_need_a_gradient_at_the_sender_need_one_at_the_receive
         assert received.leaves == []
 
 
+def test_a_channel_tells_whether_a_message_would_be_sent_at_once() -> None:
+    with channel_pair.channel_pair(slots=2) as pair:
+        assert not pair.sender.has_room()  # before any slot is there
+        received = []
+        for microbatch in range(2):
+            pair.sender.send(torch.ones(3), microbatch, 1, 1)
+            assert pair.sender.has_room() == (microbatch == 0)
+            received.append(pair.receiver.receive(microbatch, training=False))
+        assert not pair.sender.has_room()
+        received[0].release()
+        assert pair.sender.has_room()
+        pair.sender.send(torch.ones(3000), 2, 1, 1)  # in larger slots; one of the old ones is still in use
+        assert not pair.sender.has_room()
+        received[1].release()
+        assert pair.sender.has_room()
+
+
 def test_a_released_slot_is_given_back_once() -> None:
     with channel_pair.channel_pair(slots=1) as pair:
         received = pass_on(pair, torch.ones(1))
