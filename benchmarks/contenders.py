@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -90,6 +90,56 @@ class BarePipeline:
             if parameter.grad is not None:
                 parameter.grad.div_(self.M)
         return losses
+
+    def close(self) -> None:
+        pass
+
+
+class StagesByHand:
+    """No pipeline, but its stages: each one's forward and backward, or the two halves of it, called one by one.
+
+    Args:
+        stages: of the whole model, in order.
+        halves: for which stages and microbatches the weights' gradients are computed apart. In such a stage one
+            operation has the weights and makes the output: torch's own functions would run others twice.
+    """
+
+    def __init__(
+        self, stages: Sequence[nn.Module], M: int, loss_fn: LossFunction, halves: Collection[tuple[int, int]] = ()
+    ) -> None:
+        self.stages, self.M, self.loss_fn, self.halves = list(stages), M, loss_fn, halves
+        self.parameters = [list(stage.parameters()) for stage in stages]
+
+    def step(self, x: Tensor, y: Tensor) -> list[Tensor]:
+        losses = []
+        for m, (x_m, y_m) in enumerate(zip(x.chunk(self.M), y.chunk(self.M), strict=True)):
+            inputs, outputs = [x_m], [self.stages[0](x_m)]
+            for stage in self.stages[1:]:
+                inputs.append(outputs[-1].detach().requires_grad_())
+                outputs.append(stage(inputs[-1]))
+            loss = self.loss_fn(outputs[-1], y_m)
+            losses.append(loss.detach())
+            self.backward(m, inputs, outputs, loss)
+        for parameters in self.parameters:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.div_(self.M)
+        return losses
+
+    def backward(self, m: int, inputs: list[Tensor], outputs: list[Tensor], loss: Tensor) -> None:
+        root, arriving = loss, None
+        for stage in reversed(range(len(self.stages))):
+            output = outputs[stage]
+            if (stage, m) not in self.halves:
+                torch.autograd.backward(root, arriving)
+                arriving = inputs[stage].grad
+            else:
+                wanted = [*inputs[max(stage, 1) : stage + 1], *([output] if root is loss else [])]
+                found = torch.autograd.grad(root, wanted, arriving, retain_graph=True) if wanted else (None,)
+                at_output = found[-1] if root is loss else arriving
+                torch.autograd.backward(output, at_output, inputs=self.parameters[stage])
+                arriving = found[0]
+            root = outputs[stage - 1]
 
     def close(self) -> None:
         pass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,15 +10,22 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-__all__ = ["as_recorded", "gradient_edge", "run_backward"]
+__all__ = ["gradient_edge", "run_backward"]
 
 # torch.autograd.backward() spends more time on checking its arguments in Python than a small stage's backward takes;
 # the engine checks shapes and dtypes itself. Others that know their roots call it as well, so it is unlikely to go.
 _engine: Any = torch.autograd.Variable._execution_engine
 
+_is_any_autocast_enabled: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+
 
 def run_backward(
-    roots: Sequence[Any], gradients: Sequence[Tensor], *, ends: Sequence[Any] = (), keep_graph: bool = False
+    roots: Sequence[Any],
+    gradients: Sequence[Tensor],
+    *,
+    ends: Sequence[Any] = (),
+    keep_graph: bool = False,
+    like: Tensor | None = None,
 ) -> None:
     """Backward from tensors or gradient edges; gradients add up in the leaves' `.grad`.
 
@@ -26,9 +33,14 @@ def run_backward(
         roots: what backward starts from, with one gradient each.
         ends: edges; only what leads to them is computed. If none, all that the roots lead to.
         keep_graph: whether nodes keep what they saved.
+        like: where backward operations run; by default the first gradient.
     """
     arguments = (tuple(roots), tuple(gradients), keep_graph, False, tuple(ends))  # no create_graph
-    with as_recorded(gradients[0].device.type):
+    if not _is_any_autocast_enabled():
+        _engine.run_backward(*arguments, allow_unreachable=True, accumulate_grad=True)
+        return
+    # Backward operations run in the dtypes of the forward, as for loss.backward() after the autocast region.
+    with torch.autocast((gradients[0] if like is None else like).device.type, enabled=False):
         _engine.run_backward(*arguments, allow_unreachable=True, accumulate_grad=True)
 
 
@@ -57,10 +69,3 @@ _has_owner = "ownership_token" in GradientEdge._fields
 class _OwnedEdge(GradientEdge):  # torch < 2.7
     owner: Any
 
-
-def as_recorded(device: str) -> AbstractContextManager[Any]:
-    """Backward operations run in the dtypes of the forward, as for loss.backward() after the autocast region."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _as_is
-
-
-_as_is: AbstractContextManager[Any] = nullcontext()

@@ -40,29 +40,29 @@ class Handed:
     def __init__(self, parcel: _Parcel, *, training: bool) -> None:
         tensors = parcel.tensors
         self._pointers = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-        self._entered: list[tuple[Tensor, Tensor]] = []
+        self._entered: list[Tensor] = []
         self.leaves: list[Tensor] = []
         entered = [self._enter(tensor) if training and tensor.requires_grad else tensor.detach() for tensor in tensors]
-        self.tree = trees.rebuild(parcel.description, entered)
+        alone = parcel.description[0] == "T"
+        self.tree = entered[0] if alone else trees.rebuild(parcel.description, entered)
         self.rows = parcel.rows
         self.batch_rows = parcel.batch_rows
 
     def _enter(self, tensor: Tensor) -> Tensor:
-        plain = tensor.detach()  # has the tensor's version counter
-        leaf = plain.detach().requires_grad_()
+        leaf = tensor.detach().requires_grad_()  # has the tensor's version counter
         inside: Tensor = enter(leaf, leaf.shape)
         if leaf.is_contiguous():
             # The leaf is there for its gradient. The memory stays for as long as somebody has saved it for backward.
             leaf.data = _nothing(type(leaf), leaf.dtype, leaf.device, leaf.shape)
         self.leaves.append(leaf)
-        self._entered.append((inside, plain))
+        self._entered.append(inside)
         return inside
 
     def settle(self) -> None:
         """After the forward: in-place changes count as changes of what the stage before returned."""
-        for inside, plain in self._entered:
+        for inside, leaf in zip(self._entered, self.leaves, strict=True):
             if inside._version:
-                torch.autograd.graph.increment_version(plain)
+                torch.autograd.graph.increment_version(leaf)
         self._entered = []
 
     def holds(self, tensor: Tensor) -> bool:

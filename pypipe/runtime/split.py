@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from pypipe.runtime.backward import as_recorded, gradient_edge, run_backward
+from pypipe.runtime.backward import gradient_edge, run_backward
 from pypipe.runtime.saved import drop_saved, drop_weights
 from pypipe.runtime.split_graph import AccumulateGrad, Node, walk
 from pypipe.runtime.split_plan import SplitPlan, SplitPlans
@@ -32,6 +32,8 @@ __all__ = ["SplitBackward", "WeightWork"]
 
 # W hands this many bytes of weight gradients to autograd at once: few runs, and little memory on top of `.grad`.
 _BATCH_BYTES = 32 << 20
+# From so many elements on, a gradient is summed up to its weight's shape before the others are there.
+_LARGE = 1 << 10
 
 _Gradients = tuple[Tensor | None, ...]
 # A node, what arrived there, which of its results go where and whether in their shape, and what it saved.
@@ -116,18 +118,20 @@ class SplitBackward:
             run_backward(roots, gradients)
             return None
         groups = {group: _Group(nbytes) for group, nbytes in plan.group_bytes.items()}
-        now: list[tuple[GradientEdge, Tensor]] = []
+        chain: list[GradientEdge] = []  # where I begins, and with what
+        arriving: list[Tensor] = []
         for edge, gradient, group in zip(edges, gradients, plan.root_groups, strict=True):
             if group is None:
-                now.append((edge, gradient))
+                chain.append(edge)
+                arriving.append(gradient)
             else:
                 groups[group].roots.append(edge)
                 groups[group].gradients.append(gradient)
-        if now:
-            before = _Accumulated([*inputs, *(nodes[leaf].variable for leaf in plan.early)])
+        if chain:
+            before = _Accumulated([*inputs, *[nodes[leaf].variable for leaf in plan.early]])
             trusted = plan.functions <= self._trusted
             try:
-                captured = self._run_chain(nodes, plan, now, drop_at_once=trusted)
+                captured = self._run_chain(nodes, plan, chain, arriving, drop_at_once=trusted)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
@@ -154,7 +158,13 @@ class SplitBackward:
         return WeightWork([group for group in groups.values() if group.calls or group.roots], self._caller)
 
     def _run_chain(
-        self, nodes: list[Node], plan: SplitPlan, roots: list[tuple[GradientEdge, Tensor]], *, drop_at_once: bool
+        self,
+        nodes: list[Node],
+        plan: SplitPlan,
+        roots: list[GradientEdge],
+        gradients: list[Tensor],
+        *,
+        drop_at_once: bool,
     ) -> list[tuple[int, _Gradients]]:
         """Runs the chain; returns the gradients that arrived at nodes with weights, in the order of execution.
 
@@ -171,7 +181,7 @@ class SplitBackward:
             handles += [nodes[number].register_hook(partial(_drop, nodes, spent, number)) for number in spent]
         try:
             ends = [GradientEdge(nodes[number], 0) for number in plan.ends]
-            run_backward(*zip(*roots, strict=True), ends=ends, keep_graph=True)
+            run_backward(roots, gradients, ends=ends, keep_graph=True)
         finally:
             for handle in handles:
                 handle.remove()
@@ -249,11 +259,10 @@ class _WeightCaller:
     def run(self, calls: list[_Call], roots: list[GradientEdge], gradients: list[Tensor]) -> None:
         """Appends the weight edges and their gradients to `roots` and `gradients`."""
         arrived = calls[0][1]
-        device = next(gradient.device.type for gradient in arrived if gradient is not None)
+        like = next(gradient for gradient in arrived if gradient is not None)
         ends = [*self._root, *[edge for _, _, found, _ in calls for _, edge, _ in found]]
         self._pending[:] = [(calls, roots, gradients)]
-        with as_recorded(device):
-            run_backward(self._root, self._zero, ends=ends, keep_graph=True)
+        run_backward(self._root, self._zero, ends=ends, keep_graph=True, like=like)
 
 
 def _call(pending: list[tuple[list[_Call], list[GradientEdge], list[Tensor]]], _: Any) -> None:
@@ -268,7 +277,8 @@ def _call(pending: list[tuple[list[_Call], list[GradientEdge], list[Tensor]]], _
             gradient = results[position]
             if gradient is None:
                 continue
-            if not exact:  # the engine would do so as well, but after all of them are there
+            # The engine would do so as well, but after all of them are there.
+            if not exact and gradient.numel() > _LARGE:
                 shape = _expected_shape(edge)
                 if gradient.shape != shape:
                     gradient = gradient.sum_to_size(shape)
