@@ -14,12 +14,9 @@ import torch
 from torch import Tensor
 
 from pypipe.runtime import trees
+from pypipe.runtime.backward import enter
 
-__all__ = ["Arrivals", "IncomingLayout", "enter"]
-
-# Makes a received leaf look like any intermediate result, so that a stage may change its input in place: the same
-# memory, a node of its own, and to autograd no view.
-enter = torch.ops.aten._unsafe_view.default
+__all__ = ["Arrivals", "IncomingLayout"]
 
 Made = tuple[list[Tensor], list[Tensor]]
 """One message's tensors, and in training those leaves that gradients are wanted for, both in the layout's order."""
@@ -105,7 +102,7 @@ class Arrivals:
                 if spec.requires_grad:
                     leaf = tensors[position].requires_grad_()
                     leaves.append(leaf)
-                    tensors[position] = enter(leaf, leaf.shape)
+                    tensors[position] = enter(leaf)
         return tensors, leaves
 
     def _on_slot(self, message: Any, layout: IncomingLayout) -> list[Tensor]:

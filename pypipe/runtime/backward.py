@@ -1,4 +1,4 @@
-"""Running autograd's engine."""
+"""Running autograd's engine, and what leads into its graph and out of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-__all__ = ["gradient_edge", "run_backward"]
+__all__ = ["enter", "gradient_edge", "run_backward"]
 
 # torch.autograd.backward() spends more time on checking its arguments in Python than a small stage's backward takes;
 # the engine checks shapes and dtypes itself. Others that know their roots call it as well, so it is unlikely to go.
@@ -44,6 +44,18 @@ def run_backward(
         _engine.run_backward(*arguments, allow_unreachable=True, accumulate_grad=True)
 
 
+def enter(tensor: Tensor) -> Tensor:
+    """The same memory, with a node and a version of its own and to autograd no view, as any intermediate result.
+
+    So a stage may change its input in place, though it is a leaf or a piece of a batch, and no other notices.
+    """
+    inside: Tensor = _unsafe_view(tensor, tensor.shape)
+    return inside
+
+
+_unsafe_view = torch.ops.aten._unsafe_view.default
+
+
 def gradient_edge(tensor: Tensor) -> GradientEdge:
     """Where a tensor's gradient goes. Unlike the tensor, it keeps none of its memory; it does keep the graph below."""
     node = tensor.grad_fn
@@ -68,4 +80,3 @@ _has_owner = "ownership_token" in GradientEdge._fields
 
 class _OwnedEdge(GradientEdge):  # torch < 2.7
     owner: Any
-

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pypipe.runtime import trees
-from pypipe.runtime.arrivals import enter
+from pypipe.runtime.backward import enter
 from pypipe.runtime.channels import Received
 
 __all__ = ["Handed", "LocalChannel"]
@@ -50,7 +50,7 @@ class Handed:
 
     def _enter(self, tensor: Tensor) -> Tensor:
         leaf = tensor.detach().requires_grad_()  # has the tensor's version counter
-        inside: Tensor = enter(leaf, leaf.shape)
+        inside = enter(leaf)
         if leaf.is_contiguous():
             # The leaf is there for its gradient. The memory stays for as long as somebody has saved it for backward.
             leaf.data = _nothing(type(leaf), leaf.dtype, leaf.device, leaf.shape)

@@ -154,19 +154,32 @@ def test_named_tuples_keep_their_type() -> None:
 
 
 def test_the_first_piece_that_is_asked_for_is_made_by_itself_and_each_only_once() -> None:
-    made: list[int] = []
-    pieces = Cuttable((numbered(4),), None, "args").pieces(4)
-    make = pieces._make
-    pieces._make = lambda number: (made.append(number), make(number))[1]  # type: ignore[method-assign]
+    pieces = Cuttable((numbered(4), "all"), None, "args").pieces(4)
     assert len(pieces) == 4
     third = pieces[2]
-    assert made == [2]
     assert pieces[2] is third
-    pieces[-1]
-    assert sorted(made) == [0, 1, 2, 3]
-    assert pieces[2] is third
+    assert pieces._made is None
+    last = pieces[-1]
+    assert pieces._made is not None
     assert [chunk[0].item() for chunk in pieces] == [0, 1, 2, 3]
-    assert len(made) == 4
+    assert {chunk[1] for chunk in pieces} == {"all"}
+    assert (pieces[2] is third, pieces[3] is last) == (True, True)
+    assert all(pieces[number] is pieces[number] for number in range(4))
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_piece_is_no_view_and_has_a_version_of_its_own(gradients: bool, dim: int) -> None:
+    whole = numbered(4, 4).requires_grad_(gradients)
+    for (piece,) in split((whole,), TensorChunkSpec(dim), 4, "args"):
+        assert not piece._is_view()
+        assert piece.requires_grad == gradients
+        same_memory = piece.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        assert (same_memory, piece._version) == (True, 0)
+        with torch.no_grad():
+            piece.add_(1)
+        assert piece._version == 1
+    assert whole._version == 0
 
 
 def test_gradients_of_the_pieces_reach_the_whole() -> None:
