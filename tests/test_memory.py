@@ -73,6 +73,11 @@ def test_no_gradient_of_a_parameter_stays_in_a_slot(ranks: RankPool) -> None:
     assert not found, "\n".join(found)
 
 
+def test_a_gradient_that_goes_through_a_stage_as_it_came_does_not_cost_its_slot(ranks: RankPool) -> None:
+    found = [text for texts in ranks.run(3, memory_cases.slots_passed_on) for text in texts]
+    assert not found, "\n".join(found)
+
+
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("how", ["closed", "closed but kept", "dropped", "failed"])
 def test_a_schedule_that_is_gone_leaves_no_descriptors_threads_or_mappings(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -131,6 +131,8 @@ class SendChannel:
     def __init__(self, port: SendPort, stage: int, kind: int, checksum: bool = False) -> None:
         self._checksum = checksum
         self._port = self.port = port
+        self.has_room: Callable[[], bool] = port.has_room
+        """Whether a message would be sent without a wait, as far as its link can tell."""
         self._stage = stage
         self._kinds = _kinds(kind)
         self._kind = kind
@@ -170,10 +172,6 @@ class SendChannel:
             sums.copy_(torch.tensor(checksums(sent[:-1]), dtype=torch.int64))
         self._port.send(layout.handle, Tag(self._stage, self._kind, microbatch, rows, batch_rows), sent)
         return tensors if sums is None else tensors[:-1]
-
-    def has_room(self) -> bool:
-        """Whether a message would be sent without a wait, as far as its link can tell."""
-        return self._port.has_room()
 
     def finish(self) -> None:
         """Ends a step: the caller may now overwrite what was sent, such as an input that went through unchanged."""

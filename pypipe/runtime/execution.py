@@ -273,7 +273,9 @@ class StageExecution:
             self._require_finite_gradients(microbatch, [] if inputs is None else inputs.leaves)
         if inputs is not None:
             if self._send_backward is not None:
-                self._input_gradients[microbatch] = [_own_gradient(leaf, inputs, loan) for leaf in inputs.leaves]
+                passed_on = [leaf.grad for leaf in inputs.leaves]
+                self._input_gradients[microbatch] = passed_on if owes else _owned(passed_on, inputs, loan)
+                del passed_on
             inputs.leaves = []
         self.busy_seconds += time.perf_counter() - start
         if work is not None:
@@ -304,12 +306,14 @@ class StageExecution:
         channel = self._send_backward
         assert channel is not None
         owed, self._owed = self._owed, None
+        gradients = self._input_gradients.pop(microbatch)
         if owed is not None and not channel.has_room():
+            gradients = _owned(gradients, *owed)
             self._give_back(*owed)
             owed = None
-        gradients = self._input_gradients.pop(microbatch)
         channel.send(gradients[0] if len(gradients) == 1 else gradients, microbatch, 0, 0)
         if owed is not None:
+            del gradients  # they may lie in the slots
             self._give_back(*owed)
 
     def _weight(self, microbatch: int, loss: Tensor) -> Tensor:
@@ -346,12 +350,16 @@ def _detached(tree: Any) -> Any:
     return pytree.tree_map_only(Tensor, Tensor.detach, tree)
 
 
-def _own_gradient(leaf: Tensor, inputs: Received | Handed, loan: Loan | None) -> Tensor | None:
-    """The leaf's gradient, copied where its memory is only lent, and about to be given back."""
-    gradient = leaf.grad
-    if gradient is None or not (inputs.holds(gradient) or (loan is not None and loan.holds(gradient))):
-        return gradient
-    return gradient.detach().clone()
+def _owned(gradients: list[Tensor | None], *lenders: Received | Handed | Loan | None) -> list[Tensor | None]:
+    """The gradients, copied where their memory is only lent, and about to be given back."""
+    owned = []
+    for gradient in gradients:
+        for lender in lenders:
+            if gradient is not None and lender is not None and lender.holds(gradient):
+                gradient = gradient.detach().clone()
+                break
+        owned.append(gradient)
+    return owned
 
 
 def _kept(tree: Any, *lenders: Received | Handed | Loan | None) -> Any:

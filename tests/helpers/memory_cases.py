@@ -221,6 +221,18 @@ def gradients_of_slots(rank: int, size: int, group: Any) -> list[str]:
     return []
 
 
+def slots_passed_on(rank: int, size: int, group: Any) -> list[str]:
+    """Whether a gradient that goes through a stage as it came is taken for one that somebody keeps."""
+    torch.manual_seed(0)
+    module: nn.Module = nn.Identity() if 0 < rank < size - 1 else nn.Linear(WIDTH, WIDTH)
+    with _schedule(rank, size, group, "Schedule1F1B", 6, module) as schedule:
+        for _ in range(2):
+            schedule.step(torch.randn(12, WIDTH), target=torch.randn(12, WIDTH))
+        stages = schedule._pipeline._running.stages.values()
+        lenders = [stage._loans for stage in stages if stage._loans is not None]
+        return [f"rank {rank}: gradients are copied" for each in lenders if each._copying]
+
+
 def leftovers(rank: int, size: int, group: Any, how: str, link: str) -> list[str]:
     """What is left of schedules that were closed, dropped, or failed."""
     torch.manual_seed(0)
