@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -65,8 +64,11 @@ def gradient_edge(tensor: Tensor) -> GradientEdge:
         return get_gradient_edge(tensor)
     # The Python half of a custom Function's node does not keep its other half; a node that leads to it does. Here, too,
     # torch's own function takes twice the time.
-    with _grad_is_on if torch.is_grad_enabled() else torch.enable_grad():
+    if torch.is_grad_enabled():
         owner = tensor.view_as(tensor).grad_fn
+    else:
+        with torch.enable_grad():
+            owner = tensor.view_as(tensor).grad_fn
     if _has_owner:
         return GradientEdge(node, tensor.output_nr, owner)
     owned = _OwnedEdge(node, tensor.output_nr)
@@ -74,7 +76,6 @@ def gradient_edge(tensor: Tensor) -> GradientEdge:
     return owned
 
 
-_grad_is_on: AbstractContextManager[Any] = nullcontext()
 _has_owner = "ownership_token" in GradientEdge._fields
 
 

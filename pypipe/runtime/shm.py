@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ class CoreSendPort:
     def __init__(self, channel: _core.SendChannel, patience: _core.Patience) -> None:
         self._channel = channel
         self._patience = patience
+        self.has_room: Callable[[], bool] = channel.has_room
+        """Whether a slot is free."""
 
     @property
     def counters(self) -> dict[str, int]:
@@ -53,10 +55,6 @@ class CoreSendPort:
             _HOST,
             self._patience,
         )
-
-    def has_room(self) -> bool:
-        """Whether a slot is free."""
-        return self._channel.has_room()
 
     def finish(self) -> None:
         """Nothing: send() has read what it sent."""
