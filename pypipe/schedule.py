@@ -243,8 +243,8 @@ class Schedule:
     def __enter__(self) -> Any:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
+        self._pipeline.close(error)
 
 
 def _listed(stages: Any) -> list[PipelineStage]:

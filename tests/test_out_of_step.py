@@ -61,6 +61,28 @@ def test_eval_on_one_rank_and_step_on_the_others_is_a_mismatch(
         assert "one rank called step(), the other eval()" in said[0], said
 
 
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            LookupError,
+            ["RemoteStageError", "rank 1 failed at a line of its own script", "LookupError: the data are gone"],
+        ),
+        (KeyboardInterrupt, ["RemoteStageError", "rank 1 was interrupted (KeyboardInterrupt)"]),
+        (SystemExit, ["PeerLost", "rank 1 has left the pipeline", "came to the end of its script"]),
+    ],
+)
+def test_what_takes_one_rank_out_of_its_block_is_told_to_the_others(
+    ranks: RankPool, error: type[BaseException], words: list[str]
+) -> None:
+    for rank, (said, trained) in enumerate(ranks.run(3, out_of_step.one_leaves_its_block, 1, error)):
+        assert not trained, f"rank {rank}: {trained}"
+        if rank == 1:
+            assert said == f"{error.__name__}: the data are gone"
+        else:
+            assert all(part in said for part in words), f"rank {rank}: {said}"
+
+
 def test_a_step_in_a_second_thread_is_refused_and_the_first_goes_on(ranks: RankPool) -> None:
     for said in ranks.run(2, out_of_step.two_threads):
         assert len(said) == 1

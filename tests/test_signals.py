@@ -1,4 +1,4 @@
-"""One signal ends all ranks, each with the reason, in few lines, and nothing of theirs is left."""
+"""One signal, or one exception, ends all ranks, each with the reason, in few lines, and nothing of theirs is left."""
 
 from __future__ import annotations
 
@@ -40,6 +40,22 @@ def _start(*arguments: str) -> list[subprocess.Popen[str]]:
         assert rank.stdout is not None
         assert rank.stdout.readline() == "training\n"
     return ranks
+
+
+@pytest.mark.timeout(120)
+def test_an_exception_that_ends_one_script_between_steps_is_told_to_the_others() -> None:
+    ranks = _start("--raise")
+    try:
+        errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [1, 1, 1]
+    assert all("LookupError: the data are gone" in text for text in errors), "\n".join(errors)
+    for other in (0, 2):
+        assert "RemoteStageError" in errors[other], errors[other]
+        assert "rank 1 failed at a line of its own script, outside step() and eval()" in errors[other], errors[other]
 
 
 @pytest.mark.timeout(120)

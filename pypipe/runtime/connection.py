@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -91,6 +94,8 @@ class Connection:
         self.issue: Callable[[], None] | None = None
         carriers: dict[str, Carrier] = {}
         self._finalizer = weakref.finalize(self, _close, carriers, self.hub, self.recorder)
+        _open_connections.add(self)
+        _tell_at_exit()
         try:
             self._open(meeting, carriers, links, ways, slots, device, timeout)
         except BaseException as error:
@@ -103,6 +108,13 @@ class Connection:
                 raise public from None
             finally:
                 del public
+
+    def tell(self, error: BaseException) -> None:
+        """Tells the other ranks what ends this rank's part outside step() and eval()."""
+        if not isinstance(error, SystemExit):
+            failure.report(
+                self.hub, self.world.rank, None, error, "a line of its own script, outside step() and eval()"
+            )
 
     def close(self) -> None:
         """Closes the links, says goodbye to the neighbours and closes the sockets. Idempotent; never raises."""
@@ -187,6 +199,24 @@ def _recorder(rank: int, identity: str) -> Recorder:
 
 def _ends(link: Link) -> tuple[int, int]:
     return link.source_rank, link.target_rank
+
+
+_open_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+
+def _tell_why_the_script_ended() -> None:
+    """Where an exception has ended the script, it is no goodbye: the other ranks hear which one."""
+    error = getattr(sys, "last_value", None)
+    if isinstance(error, BaseException) and not hasattr(sys, "ps1"):  # at a prompt, it may be of long ago
+        for connection in list(_open_connections):
+            with contextlib.suppress(Exception):
+                connection.tell(error)
+
+
+@functools.cache
+def _tell_at_exit() -> None:
+    # What is registered last runs first: before weakref's finalizers, of which there is one by now.
+    atexit.register(_tell_why_the_script_ended)
 
 
 _hubs: weakref.WeakSet[_core.Hub] = weakref.WeakSet()

@@ -137,11 +137,17 @@ class Pipeline:
         self._n_traces += trace is not None
         return self._n_traces
 
-    def close(self) -> None:
-        """Leaves the pipeline. Idempotent."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Leaves the pipeline. Idempotent.
+
+        Args:
+            error: what this rank leaves for, of which the others are told.
+        """
         self._closed = True
         running, self._running = self._running, None
         if running is not None:
+            if error is not None:
+                running.connection.tell(error)
             running.connection.close()
 
     def run(self, call: Call) -> Any:

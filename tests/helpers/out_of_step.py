@@ -128,3 +128,19 @@ def two_threads(rank: int, size: int, group: Any) -> list[str]:
     schedule.step(x, target=x)
     schedule.close()
     return said
+
+
+def one_leaves_its_block(rank: int, size: int, group: Any, leaving: int, error: type[BaseException]) -> Any:
+    """An exception of its own takes one rank out of the schedule's `with` block, between two steps."""
+    x = torch.ones(4, 3)
+    said = ""
+    try:
+        with _schedule(rank, size, group, 60) as schedule:
+            for turn in range(3):
+                if rank == leaving and turn == 1:
+                    raise error("the data are gone")
+                schedule.step(x, target=x)
+    except (pypipe.PipelineError, error) as caught:
+        said = f"{type(caught).__name__}: {caught}"
+    dist.barrier(group)
+    return said, _train(rank, size, group)

@@ -26,6 +26,8 @@ def main() -> None:
         if os.getppid() != parent:
             os._exit(1)  # a test has failed, and has killed the launcher alone
         schedule.step(batch, target=batch)
+        if step == 5 and "--raise" in sys.argv and rank == 1:
+            raise LookupError("the data are gone")
         if step == 3:
             os.write(1, b"training\n")  # print() may write the end of a line apart from it
         if step > 3 and "--wait" in sys.argv and rank == 1:
