@@ -4,8 +4,8 @@
 
 One rank, a 16x16 linear layer as each stage, M = 64: what a step takes for each compute action, beyond
 
-- the stages by hand: a loop that calls each stage's forward, and its backward or the two halves of it, by torch's own
-  functions, and nothing else: what the schedule's actions cost the modules themselves;
+- the stages by hand: a loop that calls each stage's forward, and autograd's engine for its backward or for each half
+  of it, and nothing else: what the schedule's actions cost the modules themselves;
 - one model: the same layers in one model, and a loop of forward, loss and backward. Where backwards are split or a
   rank has two stages, the actions are more runs of autograd's engine than that.
 
@@ -33,8 +33,6 @@ from torch import nn
 from pypipe.program import Kind, build
 
 WIDTH, M = 16, 64
-
-
 BASES = {"by_hand": "the stages by hand", "one_model": "one model"}
 
 

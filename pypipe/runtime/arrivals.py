@@ -49,15 +49,15 @@ class Arrivals:
         self._can = bool(port.slots_stay)
         self._layout: IncomingLayout | None = None  # that tensors are kept and made ahead for
         self._last: Any = None  # message
+        self._memory = 0  # that these slots lie in
         self._kept: dict[int, list[Tensor]] = {}  # by slot
         self._made: dict[int, Made] = {}  # by slot
-        self.keeps = False
-        """Whether one more tensor, which is kept here, lies on the memory of each that is made."""
+        self._keeps = False
 
     def begin(self, *, training: bool) -> None:
         """Begins a step. Tensors are kept and made ahead only if they are what they would be later: no mode changes
         them."""
-        self.keeps = (
+        self._keeps = (
             self._can
             and training
             and torch.is_grad_enabled()
@@ -66,34 +66,43 @@ class Arrivals:
             and torch._C._len_torch_function_stack() == 0
         )
 
+    @property
+    def kept(self) -> dict[int, list[Tensor]] | None:
+        """What keeps one more tensor on the memory of each of a message's tensors, as long as somebody has it.
+
+        None: nothing does.
+        """
+        return self._kept if self._keeps else None
+
     def prepare(self) -> None:
         """Makes what the next message in the last one's slot needs, if it is of the same layout."""
         message = self._last
-        if message is None or self._layout is None or not self.keeps:
+        if message is None or self._layout is None or not self._keeps:
             return
         self._last = None
         self._made[message.pointer] = self._make(message, self._layout, training=True)
 
     def of(self, message: Any, layout: IncomingLayout, *, training: bool) -> Made:
         """A message's tensors."""
-        if not self.keeps:
+        if not self._keeps:
             return self._make(message, layout, training=training)
-        if layout is not self._layout:  # perhaps also other memory: let go of the old one
+        if layout is not self._layout:
             self._layout = layout
-            self._kept.clear()
-            self._made.clear()
-            self._last = None
+            self._forget()
         if not (training and layout.has_leaves):
             return self._make(message, layout, training=training)
         self._last = message
         return self._made.pop(message.pointer, None) or self._make(message, layout, training=True)
 
     def _make(self, message: Any, layout: IncomingLayout, *, training: bool) -> Made:
-        if not self.keeps:
+        if not self._keeps:
             tensors = self._on_slot(message, layout)
         else:
             kept = self._kept.get(message.pointer)
             if kept is None:
+                if message.memory != self._memory:  # the slots have grown: let go of the old ones
+                    self._memory = message.memory
+                    self._forget()
                 kept = self._kept[message.pointer] = self._on_slot(message, layout)
             tensors = [tensor.detach() for tensor in kept]
         leaves: list[Tensor] = []
@@ -104,6 +113,11 @@ class Arrivals:
                     leaves.append(leaf)
                     tensors[position] = enter(leaf)
         return tensors, leaves
+
+    def _forget(self) -> None:
+        self._kept = {}  # a new one: messages that are still in use have the old one
+        self._made = {}
+        self._last = None
 
     def _on_slot(self, message: Any, layout: IncomingLayout) -> list[Tensor]:
         tensor = self._port.tensor

@@ -7,13 +7,13 @@ the c10d link's.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pypipe import _core
 from pypipe.errors import MismatchError
@@ -192,12 +192,15 @@ def _uses(tensor: Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
-@functools.cache
-def _fewest_uses(beside_kept: bool) -> int:
-    # Asking for a storage makes a Python object of it, which some releases count.
-    with torch.inference_mode(False):
+def _fewest_uses() -> tuple[int, int]:
+    """Of a tensor's storage: where it is alone, and where another tensor is kept on it."""
+    # Asking for a storage makes a Python object of it, which some releases count. A mode may keep what it sees.
+    with torch.inference_mode(False), _disable_current_modes():
         kept = torch.empty(1)
-        return _uses(kept.detach() if beside_kept else kept)
+        return _uses(kept), _uses(kept.detach())
+
+
+_FEWEST_USES = _fewest_uses()
 
 
 def is_shared(tensors: list[Tensor], *, beside_kept: bool = False) -> bool:
@@ -207,7 +210,7 @@ def is_shared(tensors: list[Tensor], *, beside_kept: bool = False) -> bool:
         tensors: the list.
         beside_kept: whether the tensors' maker keeps one on each storage.
     """
-    fewest = _fewest_uses(beside_kept)
+    fewest = _FEWEST_USES[beside_kept]
     for tensor in tensors:
         mine = 3  # the list, the loop, getrefcount()
         count: int = tensor._use_count()  # type: ignore[attr-defined]
@@ -226,7 +229,7 @@ class Received:
         rows, batch_rows: this microbatch's and the whole batch's share of the data, in rows; 0: unknown.
     """
 
-    __slots__ = ("_beside_kept", "_message", "_port", "_tensors", "batch_rows", "leaves", "rows", "tree")
+    __slots__ = ("_beside", "_message", "_port", "_tensors", "batch_rows", "leaves", "rows", "tree")
 
     def __init__(
         self,
@@ -235,12 +238,12 @@ class Received:
         tree: Any,
         tensors: list[Tensor],
         leaves: list[Tensor],
-        beside_kept: bool,
+        beside: object | None,
     ) -> None:
         self._port = port
         self._message: Inbound | None = message
         self._tensors = tensors
-        self._beside_kept = beside_kept
+        self._beside = beside  # what keeps one more tensor on each storage
         self.tree = tree
         self.leaves = leaves
         self.rows: int = message.rows
@@ -258,7 +261,7 @@ class Received:
         Only where the port's storages are apart. Somebody has the received tensor itself, in Python or in C++, or a
         view or an alias of it, which shares its storage.
         """
-        return is_shared(self._tensors, beside_kept=self._beside_kept)
+        return is_shared(self._tensors, beside_kept=self._beside is not None)
 
     def settle(self) -> None:
         """After the forward: a stage may have changed its input in place; the memory is its own."""
@@ -277,7 +280,7 @@ class Received:
                 if not tensor.is_inference():  # under inference_mode there are no versions
                     torch.autograd.graph.increment_version(tensor)
         self._tensors = []
-        self.tree = None
+        self.tree = self._beside = None
         self._port.release(message)
 
 
@@ -335,12 +338,12 @@ class ReceiveChannel:
             layout = self._learn(message)
         tensors, leaves = arrivals.of(message, layout, training=training)
         if layout.is_tensor:
-            return Received(port, message, tensors[0], tensors, leaves, arrivals.keeps)
+            return Received(port, message, tensors[0], tensors, leaves, arrivals.kept)
         if self._checksum:
             action = f"{self._source_stage}SEND_{chr(self._kind).upper()}{microbatch}"
             compare_checksums(tensors[:-1], tensors[-1].tolist(), action)
         tree = trees.rebuild(layout.description, tensors)
-        return Received(port, message, tree[0] if self._checksum else tree, tensors, leaves, arrivals.keeps)
+        return Received(port, message, tree[0] if self._checksum else tree, tensors, leaves, arrivals.kept)
 
     def _learn(self, message: Inbound) -> IncomingLayout:
         number = message.layout

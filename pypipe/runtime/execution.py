@@ -253,6 +253,7 @@ class StageExecution:
                 self._find_fresh()
             loan = self._loans.take(microbatch)
             self.on_ready()
+            owes = owes and loan.slot is not None  # copies are no slot, and need not live through a send
             pairs = list(zip(self._nodes.pop(microbatch), loan.gradients, strict=True))
             loan.gradients = []
             roots = [node for node, gradient in pairs if gradient is not None]

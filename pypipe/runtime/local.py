@@ -113,7 +113,7 @@ class LocalChannel:
         return tensors
 
     def has_room(self) -> bool:
-        """True: nothing waits here."""
+        """True: nothing waits here, and nobody asks."""
         return True
 
     def receive(self, microbatch: int, *, training: bool) -> Handed:

@@ -32,7 +32,7 @@ __all__ = ["SplitBackward", "WeightWork"]
 
 # W hands this many bytes of weight gradients to autograd at once: few runs, and little memory on top of `.grad`.
 _BATCH_BYTES = 32 << 20
-# From so many elements on, a gradient is summed up to its weight's shape before the others are there.
+# Beyond so many elements, a gradient is summed up to its weight's shape before the others are there.
 _LARGE = 1 << 10
 
 _Gradients = tuple[Tensor | None, ...]

@@ -114,6 +114,22 @@ def test_a_mode_sees_the_tensors_of_the_step_that_it_is_on_in() -> None:
         received.release()
 
 
+def test_slots_that_an_eval_outgrew_are_let_go_by_the_next_step() -> None:
+    with channel_pair.channel_pair(slots=2) as pair:
+        x = torch.ones(100)
+        mapped = []
+        for size in (100, 10_000, 1_000_000):
+            _begin(pair, training=False)
+            with torch.no_grad():
+                _pass_on(pair, torch.ones(size), training=False).release()
+            _begin(pair, training=True)
+            for microbatch in range(3):
+                _pass_on(pair, x, microbatch).release()
+            gc.collect()
+            mapped.append(channel_pair.shared_mappings())
+        assert mapped == [mapped[0]] * 3
+
+
 def test_what_was_made_ahead_does_not_keep_outgrown_slots() -> None:
     with channel_pair.channel_pair(slots=2) as pair:
         _begin(pair, training=True)

@@ -282,6 +282,25 @@ def test_only_tensors_that_need_a_gradient_at_the_sender_need_one_at_the_receive
         assert received.leaves == []
 
 
+def test_a_kept_alias_is_seen_whatever_other_layouts_come_meanwhile() -> None:
+    with channel_pair.channel_pair(slots=4) as pair:
+        pair.sender.begin(training=True)
+        pair.receiver.begin(training=True)
+        aliases, messages = [], []
+        for microbatch, size in enumerate([4, 5, 400]):  # the last in larger slots
+            pair.sender.send(torch.ones(size), microbatch, 1, 1)
+            received = pair.receiver.receive(microbatch, training=False)
+            tensor, received.tree = received.tree, None
+            aliases.append(tensor.detach())
+            messages.append(received)
+            del tensor
+        assert [received.is_shared() for received in messages] == [True] * 3
+        aliases.clear()
+        assert [received.is_shared() for received in messages] == [False] * 3
+        for received in messages:
+            received.release(unseen=True)
+
+
 def test_a_channel_tells_whether_a_message_would_be_sent_at_once() -> None:
     with channel_pair.channel_pair(slots=2) as pair:
         assert not pair.sender.has_room()  # before any slot is there
