@@ -263,8 +263,9 @@ class StageExecution:
         work: WeightWork | None = None
         start = time.perf_counter()
         if roots and split:
-            leaves = self._batch.leaves if inputs is None else [*self._batch.leaves, *inputs.leaves]
-            work = self._split.begin(roots, gradients, leaves)
+            of_batch = self._batch.leaves
+            leaves = of_batch if inputs is None else [*of_batch, *inputs.leaves]
+            work = self._split.begin(roots, gradients, leaves, gathering=bool(of_batch))
         elif roots:
             run_backward(roots, gradients)
         del roots, gradients

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-__all__ = ["Packed", "drop_saved", "drop_weights", "names_of_saved", "packed", "saves"]
+__all__ = ["Packed", "drop_saved", "drop_weights", "names_of_saved", "packed", "saves", "without_weights"]
 
 # What these operations save follows from which of their inputs need gradients. Others save an input that may be there
 # or not (an attention's mask), or what a user's Function likes.
@@ -102,7 +102,7 @@ def drop_weights(node: Any, operation: str | None, wanted: set[int]) -> None:
 
     A weight that was computed (cast by autocast, say) is a copy, which lives as long as what saved it.
     """
-    for name, edge in _SAVED_FOR.get(operation or "", ()):
+    for name, edge, _ in _SAVED_FOR.get(operation or "", ()):
         if edge not in wanted:
             try:
                 getattr(node, name).register_hooks(_shape_of, _itself)
@@ -110,13 +110,25 @@ def drop_weights(node: Any, operation: str | None, wanted: set[int]) -> None:
                 continue
 
 
-# What an operation saves for one edge's gradient alone.
+# What an operation saves for one edge's gradient alone: the name, that edge, and the edge whose value it is.
 _SAVED_FOR = {
-    "Addmm": (("_raw_saved_mat1", 2), ("_raw_saved_mat2", 1)),
-    "Mm": (("_raw_saved_self", 1), ("_raw_saved_mat2", 0)),
-    "Bmm": (("_raw_saved_self", 1), ("_raw_saved_mat2", 0)),
-    "Convolution": (("_raw_saved_weight", 0),),
+    "Addmm": (("_raw_saved_mat1", 2, 1), ("_raw_saved_mat2", 1, 2)),
+    "Mm": (("_raw_saved_self", 1, 0), ("_raw_saved_mat2", 0, 1)),
+    "Bmm": (("_raw_saved_self", 1, 0), ("_raw_saved_mat2", 0, 1)),
+    "Convolution": (("_raw_saved_weight", 0, 1),),
 }
+
+
+def without_weights(operation: str | None, names: tuple[str, ...], weights: set[int]) -> tuple[str, ...]:
+    """The names under which a node may have saved something, but for the values of its weights.
+
+    Those live on anyhow, or are freed by drop_weights().
+
+    Args:
+        weights: the edges (positions) that lead to weights.
+    """
+    values = {name for name, edge, of in _SAVED_FOR.get(operation or "", ()) if of in weights and edge not in weights}
+    return tuple(name for name in names if name not in values)
 
 
 def _shape_of(tensor: Tensor) -> Tensor:

@@ -49,6 +49,12 @@ class _Group:
     roots: list[GradientEdge] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
 
+    def add(self, other: _Group) -> None:
+        self.nbytes += other.nbytes
+        self.calls += other.calls
+        self.roots += other.roots
+        self.gradients += other.gradients
+
 
 class WeightWork:
     """W of one microbatch.
@@ -65,14 +71,10 @@ class WeightWork:
         """Computes the weights' gradients, adds them to `.grad`, and lets go of everything."""
         groups, self._groups = self._groups[::-1], []
         while groups:
-            batch = [groups.pop()]
-            nbytes = batch[0].nbytes
-            while groups and nbytes + groups[-1].nbytes <= _BATCH_BYTES:
-                nbytes += groups[-1].nbytes
-                batch.append(groups.pop())
-            roots = [root for group in batch for root in group.roots]
-            gradients = [gradient for group in batch for gradient in group.gradients]
-            calls = [call for group in batch for call in group.calls]
+            batch = groups.pop()
+            while groups and batch.nbytes + groups[-1].nbytes <= _BATCH_BYTES:
+                batch.add(groups.pop())
+            roots, gradients, calls = batch.roots, batch.gradients, batch.calls
             owners = [node for node, _, _, _ in calls]  # in Python, nothing else keeps a custom Function's node
             del batch
             if calls:
@@ -97,7 +99,9 @@ class SplitBackward:
         self._unsplittable: str | None = None
         self._trusted: set[type] = set()  # Functions that have run in I
 
-    def begin(self, roots: list[Any], gradients: list[Tensor], inputs: Iterable[Tensor]) -> WeightWork | None:
+    def begin(
+        self, roots: list[Any], gradients: list[Tensor], inputs: Iterable[Tensor], *, gathering: bool = True
+    ) -> WeightWork | None:
         """I: adds the gradients of `inputs` to their `.grad`. What it returns is W; None if nothing is left to do.
 
         Where (some) weights cannot be left to W, their gradients are computed and added here; a warning says so, once.
@@ -105,6 +109,7 @@ class SplitBackward:
         Args:
             roots: tensors or gradient edges, with one gradient each.
             inputs: the leaves at which the stage begins; those that the roots don't lead to are left alone.
+            gathering: whether other backwards, too, add to the inputs' `.grad`.
         """
         edges = [gradient_edge(root) if isinstance(root, Tensor) else root for root in roots]
         inputs = list(inputs)
@@ -128,8 +133,9 @@ class SplitBackward:
                 groups[group].roots.append(edge)
                 groups[group].gradients.append(gradient)
         if chain:
-            before = _Accumulated([*inputs, *[nodes[leaf].variable for leaf in plan.early]])
             trusted = plan.functions <= self._trusted
+            gathers = [*(inputs if gathering or not trusted else ()), *[nodes[leaf].variable for leaf in plan.early]]
+            before = _Accumulated(gathers)
             try:
                 captured = self._run_chain(nodes, plan, chain, arriving, drop_at_once=trusted)
             except torch.OutOfMemoryError:
@@ -144,7 +150,8 @@ class SplitBackward:
                 self._warn([self._unsplittable], "all weights")
                 return None
             self._trusted |= plan.functions
-            before.separate([gradient for _, arrived in captured for gradient in arrived if gradient is not None])
+            if gathers:
+                before.separate([gradient for _, arrived in captured for gradient in arrived if gradient is not None])
             for number, arrived in captured:
                 each = plan.weight_nodes[number]
                 node = nodes[each.node]

@@ -51,14 +51,12 @@ def walk(roots: Iterable[Node], inputs: Iterable[Tensor]) -> Graph:
                 key.append(which)
             continue
         for child, output in node.next_functions:
-            if child is None:
-                key += (-1, 0)
-                continue
-            found = numbers.get(child)
+            found = -1 if child is None else numbers.get(child)
             if found is None:
                 found = numbers[child] = len(nodes)
                 nodes.append(child)
-            key += (found, output)
+            key.append(found)
+            key.append(output)
     return Graph(nodes, tuple(key))
 
 

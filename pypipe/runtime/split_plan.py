@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.autograd.function import BackwardCFunction
 
-from pypipe.runtime.saved import Packed, names_of_saved, packed, saves
+from pypipe.runtime.saved import Packed, names_of_saved, packed, saves, without_weights
 from pypipe.runtime.split_graph import AccumulateGrad, Edge, Graph, Node, Structure
 
 __all__ = ["Node", "SplitPlan", "SplitPlans", "WeightEdge", "WeightNode"]
@@ -67,7 +67,7 @@ class WeightNode:
         edges: its weight edges.
         made: whether a weight behind it was computed.
         operation: which of torch's operations it is, or None.
-        saved: under which names it may have saved something.
+        saved: under which names it may have saved something that W shall free.
     """
 
     node: int
@@ -189,7 +189,9 @@ def _plan(graph: Graph) -> SplitPlan:
         group = _group(groups, behind[0][1])
         if group not in early:
             made = not all(_is_leaf(child, kinds, edges) for _, child, _, _ in behind)
-            weight_nodes.append(WeightNode(node, group, behind, made, kinds[node].operation, saved[node]))
+            operation, positions = kinds[node].operation, {position for position, _, _, _ in behind}
+            names = without_weights(operation, saved[node], positions)
+            weight_nodes.append(WeightNode(node, group, behind, made, operation, names))
     late: dict[int, int] = {}
     sizes: dict[int, int] = {}
     early_leaves = []
