@@ -15,6 +15,7 @@
 // word has changed.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -35,21 +36,32 @@ static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
 struct Patience {
   std::chrono::nanoseconds timeout{std::chrono::minutes(10)};
   std::uint32_t spins = 0;                   // polls before parking; few where ranks outnumber cores
-  std::chrono::nanoseconds longest_spin{0};  // more polls, for so long, by a waiter whose last wait was shorter
+  std::chrono::nanoseconds longest_spin{0};  // for how long a waiter polls whose wait should be about to end
   std::function<void()> interruption;
   std::function<bool()> prolong;
 };
 
-// Whether one waiter's last wait at one place of a step was short. To sleep and to be woken costs a hundred
-// microseconds where the core has gone idle, and the one who wakes some tens; polling through a wait of many
-// milliseconds saves nothing of that, and keeps the core from others. Private to the waiter.
+// How long one waiter's waits at one place of a step take. To be woken costs a hundred microseconds where the core has
+// gone idle, and the one who wakes some tens, so a waiter polls when its wait is about to end; polling through a wait
+// of many milliseconds would keep the core from others. Private to the waiter.
 class Habit {
  public:
-  [[nodiscard]] bool is_short() const noexcept { return short_; }
-  void note(bool is_short) noexcept { short_ = is_short; }
+  using Duration = std::chrono::nanoseconds;
+
+  // How long to sleep before polling for `longest_spin`, which the wait's end is expected in the middle of. Nothing
+  // where waits are no longer than that; for ever where they take now this long, now that.
+  [[nodiscard]] Duration nap(Duration longest_spin) const noexcept {
+    if (last_ < longest_spin) return Duration(0);
+    return steady_ ? last_ - longest_spin / 2 : Duration::max();
+  }
+  void note(Duration waited, Duration longest_spin) noexcept {
+    steady_ = std::chrono::abs(waited - last_) < longest_spin / 2;
+    last_ = waited;
+  }
 
  private:
-  bool short_ = true;
+  Duration last_{0};
+  bool steady_ = false;
 };
 
 // A waiter's habits, by microbatch: steps are alike, long waits at their begin and end, short ones in between.
@@ -83,12 +95,18 @@ void yield() noexcept;
 namespace detail {
 
 template <class Ready>
-bool poll(const Patience& patience, bool long_spin, std::chrono::steady_clock::time_point start, Ready& ready) {
+bool poll(const Patience& patience, Ready& ready) {
   for (std::uint32_t spin = 0; spin < patience.spins; ++spin) {
     relax();
     if (ready()) return true;
   }
-  while (long_spin && std::chrono::steady_clock::now() - start < patience.longest_spin) {
+  return false;
+}
+
+template <class Ready>
+bool poll_on(const Patience& patience, Ready& ready) {
+  const auto end = std::chrono::steady_clock::now() + patience.longest_spin;
+  while (std::chrono::steady_clock::now() < end) {
     for (int spin = 0; spin < 32; ++spin) {  // the clock costs as much as a few polls
       relax();
       if (ready()) return true;
@@ -98,9 +116,12 @@ bool poll(const Patience& patience, bool long_spin, std::chrono::steady_clock::t
   return false;
 }
 
+// Until `morning`, if that comes first. Returns whether ready() holds.
 template <class Ready, class Trouble>
-bool sleep(Doorbell& bell, const Patience& patience, Ready& ready, Trouble& trouble) {
-  auto deadline = std::chrono::steady_clock::now() + patience.timeout;
+bool sleep(Doorbell& bell, const Patience& patience, std::chrono::steady_clock::time_point start, Ready& ready,
+           Trouble& trouble,
+           std::chrono::steady_clock::time_point morning = std::chrono::steady_clock::time_point::max()) {
+  auto deadline = start + patience.timeout;
   const struct Sleeper {
     explicit Sleeper(Doorbell& at) noexcept : bell(at) { bell.sleepers.fetch_add(1, std::memory_order_seq_cst); }
     ~Sleeper() { bell.sleepers.fetch_sub(1, std::memory_order_relaxed); }
@@ -118,12 +139,14 @@ bool sleep(Doorbell& bell, const Patience& patience, Ready& ready, Trouble& trou
       throw;
     }
     if (patience.interruption) patience.interruption();
-    if (std::chrono::steady_clock::now() >= deadline) {
+    const auto now = std::chrono::steady_clock::now();
+    if (now >= morning) return ready();
+    if (now >= deadline) {
       if (ready()) return true;
       if (!patience.prolong || !patience.prolong()) return ready();
-      deadline = std::chrono::steady_clock::now() + patience.timeout;
+      deadline = now + patience.timeout;
     }
-    park(bell, seen, deadline);
+    park(bell, seen, std::min(deadline, morning));
   }
 }
 
@@ -134,20 +157,26 @@ bool sleep(Doorbell& bell, const Patience& patience, Ready& ready, Trouble& trou
 // delivered.
 template <class Ready, class Trouble>
 [[nodiscard]] bool await(Doorbell& bell, const Patience& patience, Ready ready, Trouble trouble) {
-  return ready() || detail::poll(patience, false, {}, ready) || detail::sleep(bell, patience, ready, trouble);
+  return ready() || detail::poll(patience, ready) ||
+         detail::sleep(bell, patience, std::chrono::steady_clock::now(), ready, trouble);
 }
 
-// The same, for a waiter that comes again and again: it polls for longer where that is how long its last wait took.
+// The same, for a waiter that comes again and again: it polls when its wait should be about to end.
 template <class Ready, class Trouble>
 [[nodiscard]] bool await(Doorbell& bell, const Patience& patience, Habit& habit, Ready ready, Trouble trouble) {
   if (ready()) {
-    habit.note(true);
+    habit.note(Habit::Duration(0), patience.longest_spin);
     return true;
   }
   const auto start = std::chrono::steady_clock::now();
-  const bool came =
-      detail::poll(patience, habit.is_short(), start, ready) || detail::sleep(bell, patience, ready, trouble);
-  habit.note(std::chrono::steady_clock::now() - start < patience.longest_spin);
+  const auto nap = habit.nap(patience.longest_spin);
+  const bool polls = nap != Habit::Duration::max();
+  bool came = detail::poll(patience, ready);
+  if (!came && polls && nap > Habit::Duration(0))
+    came = detail::sleep(bell, patience, start, ready, trouble, start + nap);
+  if (!came && polls) came = detail::poll_on(patience, ready);
+  if (!came) came = detail::sleep(bell, patience, start, ready, trouble);
+  habit.note(std::chrono::steady_clock::now() - start, patience.longest_spin);
   return came;
 }
 

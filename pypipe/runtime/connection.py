@@ -27,8 +27,8 @@ from pypipe.runtime.world import World
 __all__ = ["Connection"]
 
 # A wait of some tens of microseconds is cheaper to spin through than to sleep through, but only on a core of one's
-# own: with more ranks than cores, whoever spins keeps the one that is waited for from running. Those who are used to
-# wait for less than so many seconds spin on, and yield the core as they do.
+# own: with more ranks than cores, whoever spins keeps the one that is waited for from running. When a wait should be
+# about to end, as in the steps before, a waiter polls for up to so many seconds, and yields the core as it does.
 _SPINS_ALONE, _SPINS_CROWDED = 2000, 20
 _LONGEST_SPIN = 2e-3
 

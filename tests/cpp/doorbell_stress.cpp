@@ -97,6 +97,9 @@ void ping_pong(std::uint64_t seed, std::uint64_t rounds, std::uint32_t spins,
     Patience waiting = patience(ages, spins);
     waiting.longest_spin = longest_spin;
     Habit habit;
+    if (longest_spin > longest_spin.zero()) {  // as if all waits were long: it sleeps first, then polls, then sleeps
+      for (int wait = 0; wait < 2; ++wait) habit.note(4 * longest_spin, longest_spin);
+    }
     for (std::uint64_t round = 1; round <= rounds; ++round) {
       if (me == 1) {
         check(await(
@@ -206,19 +209,26 @@ void edges() {
   expect(Fault::usage, [&] { (void)await(bell, patient, never, no_trouble); }, "interruptions while parked");
 }
 
-// A waiter polls where its last wait was short, and knows the places of a step apart.
+// A waiter polls when its wait should be about to end, and knows the places of a step apart.
 void habits() {
+  using std::chrono::milliseconds;
+  constexpr milliseconds spin(2);
+  constexpr auto never_polls = Habit::Duration::max();
+  const auto nap = [&](const Habit& habit) { return habit.nap(spin); };
   Habits places;
-  check(places.of(7).is_short(), "a new waiter does not poll");
-  places.of(7).note(false);
-  check(!places.of(7).is_short(), "a waiter polls through long waits");
-  check(places.of(6).is_short() && places.of(8).is_short(), "one place of a step tells of another");
+  check(nap(places.of(7)) == Habit::Duration(0), "a new waiter does not poll");
+  places.of(7).note(milliseconds(10), spin);
+  check(nap(places.of(7)) == never_polls, "a wait of unknown length is polled through");
+  places.of(7).note(milliseconds(20), spin);
+  check(nap(places.of(7)) == never_polls, "a wait whose length changes is foreseen");
+  places.of(7).note(milliseconds(20), spin);
+  check(nap(places.of(7)) == milliseconds(19), "a wait that is always as long is not foreseen");
+  check(nap(places.of(6)) == Habit::Duration(0), "one place of a step tells of another");
+  check(nap(places.of(std::numeric_limits<std::uint32_t>::max())) == Habit::Duration(0), "the last place is another");
+  check(nap(places.of(7)) == milliseconds(19), "a place was lost");
   Doorbell bell;
   check(await(bell, patience(ages), places.of(7), [] { return true; }, no_trouble), "what is there is waited for");
-  check(places.of(7).is_short(), "what was there at once was no short wait");
-  places.of(7).note(false);
-  check(places.of(std::numeric_limits<std::uint32_t>::max()).is_short(), "the last place tells of another");
-  check(!places.of(7).is_short(), "a place was lost");
+  check(nap(places.of(7)) == Habit::Duration(0), "what was there at once was no short wait");
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
 // The shared-memory link against peers that die, leave, lie or misunderstand.
+#include <atomic>
 #include <limits>
 #include <thread>
 #include <vector>
@@ -221,6 +222,34 @@ void unknown_layouts() {
   check(book.find(fourth, patience()).description == "fourth", "a refused announcement spoils the next");
 }
 
+// A wait that is foreseen: it sleeps, polls when the end should come, and sleeps again.
+void foreseen_waits() {
+  Doorbell bell;
+  Patience waiting = patience(std::chrono::milliseconds(20));
+  waiting.longest_spin = std::chrono::microseconds(200);
+  Habit habit;
+  const auto foresee = [&](std::chrono::milliseconds length) {
+    for (int wait = 0; wait < 2; ++wait) habit.note(length, waiting.longest_spin);
+  };
+  {
+    const WithTimeouts timeouts;
+    foresee(std::chrono::milliseconds(1));
+    check(!await(bell, waiting, habit, [] { return false; }, [] {}), "a wait ended without what it was for");
+    foresee(std::chrono::hours(1));
+    check(!await(bell, waiting, habit, [] { return false; }, [] {}), "a timeout was slept through");
+  }
+  check_equal(bell.sleepers.load(), 0U, "sleepers that are left");
+  foresee(std::chrono::hours(1));
+  waiting.timeout = std::chrono::hours(1);
+  std::atomic<bool> there{false};
+  std::thread other([&] {
+    there.store(true, std::memory_order_release);
+    notify(bell);
+  });
+  check(await(bell, waiting, habit, [&] { return there.load(std::memory_order_acquire); }, [] {}), "it never came");
+  other.join();
+}
+
 }  // namespace
 }  // namespace pypipe::test
 
@@ -230,6 +259,8 @@ int main(int count, char** values) {
   const std::size_t descriptors = open_descriptors();
   begin("waits");
   waits();
+  begin("foreseen waits");
+  foreseen_waits();
   begin("messages that outlive their link");
   outlived();
   begin("last messages");
