@@ -181,8 +181,7 @@ def _built(name: str, ranks: int, microbatches: int, per_rank: int | None, times
 
 
 def _verified(program: Program) -> Program:
-    has_transfers = any(not action.kind.is_compute for actions in program.ranks for action in actions)
-    return verify(program if has_transfers else lower(program)).program
+    return verify(program if program.has_transfers else lower(program)).program
 
 
 def _numbers(option: str, text: str, n_stages: int) -> list[float]:

@@ -146,7 +146,7 @@ def test_an_output_without_dots_gets_plain_ones(tmp_path: Path) -> None:
         (["bad.json"], "bad.json: it is no JSON: line 1, column 1"),
         (["bad.json", "-p", "4"], "-p is for schedules with a name"),
         (["bad.json", "--tf", "1"], "a trace has its own times"),
-        (["wrong.csv"], "wrong.csv, row 2, column 2: '1G0' is no action"),
+        (["wrong.csv"], "wrong.csv, row 2, column 2: '1G0' is not an action"),
         (["binary.csv"], "binary.csv is not UTF-8 at byte 0"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",

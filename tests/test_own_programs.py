@@ -34,7 +34,7 @@ def test_a_csv_file_trains_as_the_unpipelined_model(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0,0B0\n1F0,1G0\n", "mine.csv, row 2, column 2: '1G0' is no action"),
+        ("0F0,0B0\n1F0,1G0\n", "mine.csv, row 2, column 2: '1G0' is not an action"),
         (
             "0F0,2F0,2B0,0B0\n1F0,1B0\n",
             "num_stages is 2, but .* has 2 ranks: the schedule mine has 3",

@@ -30,6 +30,7 @@ from .measured import RankTimes, merge_ranks, predict
 from .memory import peak_memory
 from .programs import Chain, Channel, Link, Program, channel_of
 from .simulation import Event, Timeline, simulate
+from .stage_actions import add_stage_actions
 from .tables import dump_csv, dumps_csv, load_csv, loads_csv
 from .verification import Verified, verify
 
@@ -47,6 +48,7 @@ __all__ = [
     "RankTimes",
     "Timeline",
     "Verified",
+    "add_stage_actions",
     "auto",
     "build",
     "builder_names",

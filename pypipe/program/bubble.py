@@ -80,7 +80,8 @@ def _step_time(program: Program, ranks: Sequence[Sequence[Action]], times: Seque
         actions, clock, position = ranks[rank], clocks[rank], positions[rank]
         while position < len(actions):
             kind, stage, microbatch = actions[position].kind, actions[position].stage, actions[position].microbatch
-            if kind is not Kind.W:
+            exchanges = kind.is_compute and kind is not Kind.W
+            if exchanges:
                 forward = kind is Kind.F
                 source = before[stage] if forward else after[stage]
                 if source is not None:
@@ -91,7 +92,7 @@ def _step_time(program: Program, ranks: Sequence[Sequence[Action]], times: Seque
                     clock = max(clock, made[needed])
             clock += times[rank][position]
             position += 1
-            if kind is not Kind.W:
+            if exchanges:
                 makes = (forward, stage, microbatch)
                 made[makes] = clock
                 if makes in waiting:

@@ -20,7 +20,7 @@ class Costs:
     """What the actions and transfers of a program take, by stage; all times in one unit.
 
     Args:
-        compute: for F, B, I and W, the time of one action of each stage.
+        compute: for each kind but the transfers, the time of one action of each stage.
         latency: for each stage, the time from a message's leaving the link's sender to its arrival at the next
             stage, or of a gradient on its way back; 0 where the next stage is on the same rank.
         occupancy: for each stage, the time for which such a message occupies its link: bytes over bandwidth.
@@ -41,6 +41,9 @@ def costs_of(
     hop: Cost = 0.0,
     message_bytes: Cost = 0.0,
     bandwidth: Cost = math.inf,
+    unshard: Cost = 0.0,
+    reshard: Cost = 0.0,
+    reduce_grad: Cost = 0.0,
 ) -> Costs:
     """Check costs, and spread them over a program's stages.
 
@@ -54,6 +57,7 @@ def costs_of(
             the stage after it, in either direction; the last stage's is not used. So for the next two.
         message_bytes: size of one message.
         bandwidth: bytes that a link carries in one unit of time.
+        unshard, reshard, reduce_grad: times of an UNSHARD, a RESHARD and a REDUCE_GRAD.
 
     Raises:
         ConfigurationError: a time that is negative or no finite number, or a sequence with another length than the
@@ -83,7 +87,15 @@ def costs_of(
         if after is None or program.placement[after] == program.placement[stage]:
             latency[stage] = occupancy[stage] = 0.0
     return Costs(
-        {Kind.F: _by_stage(n_stages, "forward", forward), Kind.B: full, Kind.I: given_input, Kind.W: given_weight},
+        {
+            Kind.F: _by_stage(n_stages, "forward", forward),
+            Kind.B: full,
+            Kind.I: given_input,
+            Kind.W: given_weight,
+            Kind.UNSHARD: _by_stage(n_stages, "unshard", unshard),
+            Kind.RESHARD: _by_stage(n_stages, "reshard", reshard),
+            Kind.REDUCE_GRAD: _by_stage(n_stages, "reduce_grad", reduce_grad),
+        },
         latency,
         occupancy,
     )

@@ -25,13 +25,13 @@ def ends_of_groups(program: Program, rank: int) -> list[bool]:
     actions = program.ranks[rank]
     ends = []
     for position, action in enumerate(actions):
-        if action.kind.is_compute:
+        if not action.kind.is_transfer:
             ends.append(False)
             continue
         after = actions[position + 1] if position + 1 < len(actions) else None
         together = (
             after is not None
-            and not after.kind.is_compute
+            and after.kind.is_transfer
             and _peer(program, rank, after) == _peer(program, rank, action)
             and segments[_peer(program, rank, action), _message(after)]
             == segments[_peer(program, rank, action), _message(action)]
@@ -50,12 +50,12 @@ def _peer(program: Program, rank: int, action: Action) -> int:
 
 
 def _segments(program: Program) -> dict[tuple[int, Message], int]:
-    """For each rank and message, how many compute actions stand before its transfer."""
+    """For each rank and message, how many actions that are no transfers stand before its transfer."""
     segments = {}
     for rank, actions in enumerate(program.ranks):
         computed = 0
         for action in actions:
-            if action.kind.is_compute:
+            if not action.kind.is_transfer:
                 computed += 1
             else:
                 segments[rank, _message(action)] = computed

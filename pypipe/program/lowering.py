@@ -17,6 +17,7 @@ from .messages import Messages
 from .pairing import pair_transfers
 from .positions import find_positions
 from .programs import Link, Program
+from .stage_actions import put_back
 
 _SEND = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B, Kind.I: Kind.SEND_B}
 # Hundreds of thousands of actions are made here, and this is the quickest way to make a named tuple.
@@ -42,7 +43,7 @@ def lower(program: Program, *, single_communicator: bool = False) -> Program:
     transfers in one order, as `pairing.pair_transfers` says, and slots follow from it.
 
     Args:
-        program: compute actions only.
+        program: without transfers.
         single_communicator: whether each pair of ranks has one communicator, instead of one for each link.
 
     Returns:
@@ -51,19 +52,20 @@ def lower(program: Program, *, single_communicator: bool = False) -> Program:
     Raises:
         ProgramError: the compute actions are incomplete, or out of order within a rank, or no number of slots
             brings all ranks to their ends.
-        ConfigurationError: the program has transfers already; `program.compute_only()` is without them.
+        ConfigurationError: the program has transfers already; `program.without_transfers()` is without them.
     """
     for actions in program.ranks:
         for action in actions:
-            if not action.kind.is_compute:
+            if action.kind.is_transfer:
                 raise ConfigurationError(
                     f"{program.name} has transfers already, such as {action}: verify it as it is, or lower "
-                    "its compute_only()"
+                    "its without_transfers()"
                 )
+    original, program = program, program.compute_only()
     positions = find_positions(program)
     messages = Messages(program)
     if single_communicator:
-        return replace(program, ranks=tuple(map(tuple, pair_transfers(program, messages))))
+        return put_back(replace(program, ranks=tuple(map(tuple, pair_transfers(program, messages)))), original)
     links = _order_of_links(program, messages)
     slots = fewest_slots(program, messages, positions, links.values())
     releasing = (Kind.F,) if positions.is_forward_only else (Kind.B, Kind.W)
@@ -72,7 +74,7 @@ def lower(program: Program, *, single_communicator: bool = False) -> Program:
         if run.has_granted:
             # With its slots from the start, every rank gets at least as far as it did before.
             run = _Run(program, messages, links, run.slots, releasing)
-        return replace(program, ranks=tuple(map(tuple, run.lists)))
+        return put_back(replace(program, ranks=tuple(map(tuple, run.lists))), original)
 
 
 @contextlib.contextmanager

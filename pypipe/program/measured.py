@@ -13,7 +13,7 @@ from .simulation import Event, Timeline, simulate
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """When one rank did its compute actions, by its own clock.
+    """When one rank did its actions other than transfers, by its own clock.
 
     Args:
         host: ranks with the same one share a clock.
@@ -39,7 +39,7 @@ def merge_ranks(program: Program, ranks: Sequence[RankTimes]) -> Timeline:
     Raises:
         ValueError: a rank did not do what the program says.
     """
-    for rank, (actions, measured) in enumerate(zip(program.compute_only().ranks, ranks, strict=True)):
+    for rank, (actions, measured) in enumerate(zip(program.without_transfers().ranks, ranks, strict=True)):
         if tuple(event.action for event in measured.events) != actions:
             raise ValueError(f"rank {rank} has not done what the program {program.name} says")
     ahead = _clocks(program, ranks)
@@ -49,7 +49,7 @@ def merge_ranks(program: Program, ranks: Sequence[RankTimes]) -> Timeline:
     ]
     first = min((events[0].start for events in shifted if events), default=0.0)
     return Timeline(
-        program.compute_only(),
+        program.without_transfers(),
         tuple(tuple(Event(action, start - first, end - first) for action, start, end in each) for each in shifted),
     )
 
@@ -65,7 +65,7 @@ def predict(measured: Timeline) -> Timeline:
     """
     n_stages = measured.program.n_stages
     means: dict[Kind, list[float]] = {}
-    for kind in (Kind.F, Kind.B, Kind.I, Kind.W):
+    for kind in (kind for kind in Kind if not kind.is_transfer):
         times: list[list[float]] = [[] for _ in range(n_stages)]
         for events in measured.ranks:
             for action, start, end in events:
@@ -78,6 +78,9 @@ def predict(measured: Timeline) -> Timeline:
         backward=means[Kind.B],
         input_backward=means[Kind.I],
         weight_backward=means[Kind.W],
+        unshard=means[Kind.UNSHARD],
+        reshard=means[Kind.RESHARD],
+        reduce_grad=means[Kind.REDUCE_GRAD],
     )
 
 
@@ -106,7 +109,7 @@ def _shortest_delays(program: Program, ranks: Sequence[RankTimes]) -> dict[tuple
     ends: dict[tuple[bool, int, int], float] = {}
     for each in ranks:
         for action, _, end in each.events:
-            if action.kind is not Kind.W:
+            if _exchanges(action):
                 ends[_result(action)] = end
     before = [program.previous_stage(stage) for stage in range(program.n_stages)]
     after = [program.next_stage(stage) for stage in range(program.n_stages)]
@@ -114,7 +117,7 @@ def _shortest_delays(program: Program, ranks: Sequence[RankTimes]) -> dict[tuple
     for each in ranks:
         for action, start, _ in each.events:
             source = before[action.stage] if action.kind is Kind.F else after[action.stage]
-            if action.kind is Kind.W or source is None:
+            if source is None or not _exchanges(action):
                 continue
             host = ranks[program.placement[source]].host
             made = ends.get((action.kind is Kind.F, source, action.microbatch))
@@ -122,6 +125,11 @@ def _shortest_delays(program: Program, ranks: Sequence[RankTimes]) -> dict[tuple
                 pair = (host, each.host)
                 shortest[pair] = min(shortest.get(pair, math.inf), start - made)
     return shortest
+
+
+def _exchanges(action: Action) -> bool:
+    """Whether it may use a message, and make one."""
+    return action.kind.is_compute and action.kind is not Kind.W
 
 
 def _result(action: Action) -> tuple[bool, int, int]:

@@ -53,6 +53,9 @@ class Messages:
             Kind.RECV_B: gradients,
             Kind.SEND_F: outputs,
             Kind.SEND_B: input_gradients,
+            Kind.UNSHARD: none,
+            Kind.RESHARD: none,
+            Kind.REDUCE_GRAD: none,
         }
         self.sent = {Kind.F: outputs, Kind.B: input_gradients, Kind.I: input_gradients, Kind.W: none}
 

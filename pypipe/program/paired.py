@@ -81,7 +81,7 @@ class _Run:
             actions = self._program.ranks[rank]
             while not self._unmet_sends[rank] and self._at[rank] < len(actions):
                 stage, kind, microbatch = actions[self._at[rank]]
-                if not kind.is_compute:
+                if kind.is_transfer:
                     self._issue(rank)
                     continue
                 base = bases[kind][stage]
@@ -102,7 +102,7 @@ class _Run:
         actions = self._program.ranks[rank]
         position = self._at[rank]
         groups: dict[int, _Group] = {}
-        while position < len(actions) and not actions[position].kind.is_compute:
+        while position < len(actions) and actions[position].kind.is_transfer:
             stage, kind, microbatch = actions[position]
             number = self._messages.bases[kind][stage] + microbatch
             peer = self._peer(rank, number)

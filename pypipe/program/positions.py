@@ -67,9 +67,13 @@ def _locate(program: Program) -> dict[Kind, list[int]]:
     n_stages, n_microbatches, placement = program.n_stages, program.n_microbatches, program.placement
     shares = [program.microbatches_of(stage) for stage in range(n_stages)]
     firsts, stops = [share.start for share in shares], [share.stop for share in shares]
-    tables = {kind: [-1] * (n_stages * n_microbatches) for kind in Kind}
+    tables = {kind: [-1] * (n_stages * n_microbatches) for kind in Kind if not kind.is_per_stage}
     for rank, actions in enumerate(program.ranks):
         for position, (stage, kind, microbatch) in enumerate(actions):
+            if kind.is_per_stage:  # their order is for check_stage_actions() to look at
+                if not 0 <= stage < n_stages or placement[stage] != rank:
+                    raise _misplaced(program, tables, rank, position)
+                continue
             if (
                 not 0 <= stage < n_stages
                 or placement[stage] != rank

@@ -180,8 +180,17 @@ class Program:
             ranks=tuple(tuple(a for a in actions if a.kind is Kind.F) for actions in self.ranks),
         )
 
-    def compute_only(self) -> Program:
+    def without_transfers(self) -> Program:
         """The same program without its transfers: what `lower` takes."""
+        return replace(self, ranks=tuple(tuple(a for a in actions if not a.kind.is_transfer) for actions in self.ranks))
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether its lists hold transfers: `lower` puts them there."""
+        return any(action.kind.is_transfer for actions in self.ranks for action in actions)
+
+    def compute_only(self) -> Program:
+        """The same program with F, B, I and W alone."""
         return replace(self, ranks=tuple(tuple(a for a in actions if a.kind.is_compute) for actions in self.ranks))
 
 

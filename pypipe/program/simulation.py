@@ -12,7 +12,7 @@ from .costs import Cost, costs_of
 from .memory import peak_memory
 from .positions import find_positions
 from .programs import Program
-from .timing import compute_lists, run
+from .timing import run, timed_lists
 
 
 class Event(NamedTuple):
@@ -56,7 +56,7 @@ class Events(Sequence[Event]):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When each compute action of a program runs; time 0 is the start of the step.
+    """When each action of a program but its transfers runs; time 0 is the start of the step.
 
     Args:
         program: the program that was simulated.
@@ -85,12 +85,12 @@ class Timeline:
 
     @property
     def work(self) -> tuple[float, ...]:
-        """For each rank, the time for which it computes."""
+        """For each rank, the time for which it computes, gathers parameters or reduces gradients."""
         return tuple(sum(event.end - event.start for event in events) for events in self.ranks)
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """For each rank, the part of the step time in which it computes nothing: its bubble."""
+        """For each rank, the part of the step time in which it does nothing: its bubble."""
         step_time = self.step_time
         return tuple(step_time - work for work in self.work)
 
@@ -131,6 +131,9 @@ def simulate(
     message_bytes: Cost = 0.0,
     bandwidth: Cost = math.inf,
     busy_links: bool = False,
+    unshard: Cost = 0.0,
+    reshard: Cost = 0.0,
+    reduce_grad: Cost = 0.0,
 ) -> Timeline:
     """Run a program in simulated time.
 
@@ -151,6 +154,7 @@ def simulate(
         bandwidth: bytes that a link carries in one unit of time.
         busy_links: whether a link carries one message at a time, so that the next one waits until the bytes of
             the last have left.
+        unshard, reshard, reduce_grad: time of an UNSHARD, RESHARD or REDUCE_GRAD, in the unit of `forward`.
 
     Raises:
         ProgramError: the program is incomplete, or its ranks wait for each other for ever.
@@ -167,7 +171,10 @@ def simulate(
         hop=hop,
         message_bytes=message_bytes,
         bandwidth=bandwidth,
+        unshard=unshard,
+        reshard=reshard,
+        reduce_grad=reduce_grad,
     )
     times = run(program, costs, busy_links)
-    events = map(Events, compute_lists(program), times.starts, times.ends)
+    events = map(Events, timed_lists(program), times.starts, times.ends)
     return Timeline(program, tuple(events), times.exposed)

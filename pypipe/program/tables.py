@@ -13,9 +13,6 @@ from .actions import Action, Kind
 from .errors import ProgramError
 from .programs import Chain, Program
 
-# Cells that torch writes for what is not the pipeline's: parameters gathered and scattered by FSDP, gradients
-# reduced among data-parallel ranks.
-_OTHERS = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 _LONG_NAMES = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 _LONG = re.compile(r"([0-9]+)(" + "|".join(_LONG_NAMES) + r")([0-9]+)")
@@ -44,8 +41,8 @@ def loads_csv(text: str, *, name: str = "csv", source: str = "the text") -> Prog
 
     The format is torch.distributed.pipelining's, with transfers or without. A blank cell is idle time, and is left
     out. `(2F0;5B1)OVERLAP_F_B` is read as its parts, one after the other. The names FORWARD, FULL_BACKWARD,
-    BACKWARD_INPUT and BACKWARD_WEIGHT stand for F, B, I and W. UNSHARD, RESHARD and REDUCE_GRAD are left out: they
-    belong to data parallelism, which pypipe leaves to whoever wraps the stages. Rows that start with # are comments.
+    BACKWARD_INPUT and BACKWARD_WEIGHT stand for F, B, I and W. UNSHARD, RESHARD and REDUCE_GRAD name no microbatch, as
+    in `2REDUCE_GRAD`. Rows that start with # are comments.
 
     A stage is placed on the rank that lists it, and M follows from the largest microbatch. Where consecutive stages
     have no microbatch in common, a new chain of stages begins (DualPipe).
@@ -79,7 +76,9 @@ def loads_csv(text: str, *, name: str = "csv", source: str = "the text") -> Prog
                 if first_rank != rank:
                     what = f"stage {action.stage} is on rank {first_rank} already ({first}); a stage is on one rank"
                     raise ProgramError(f"{where}: {cell.strip()!r}: {what}", rank, len(actions), action)
-                microbatches.setdefault(action.stage, set()).add(action.microbatch)
+                seen = microbatches.setdefault(action.stage, set())
+                if not action.kind.is_per_stage:
+                    seen.add(action.microbatch)
             actions.extend(read)
         lists.append(tuple(actions))
     if not places:
@@ -134,9 +133,9 @@ def _read_cell(cell: str) -> list[Action]:
     """The actions of a cell.
 
     Raises:
-        ValueError: the cell is no action.
+        ValueError: the cell is not an action.
     """
-    if not cell or _OTHERS.fullmatch(cell):
+    if not cell:
         return []
     if overlap := _OVERLAP.fullmatch(cell):
         return [action for part in overlap[1].split(";") for action in _read_cell(part.strip())]
@@ -147,8 +146,8 @@ def _read_cell(cell: str) -> list[Action]:
     except ValueError:
         kinds = ", ".join(kind.label for kind in Kind)
         raise ValueError(
-            f"{cell!r} is no action: write stage, kind and microbatch, such as 2F0 or 3RECV_F0 (the kinds are "
-            f"{kinds}), (2F0;5B1)OVERLAP_F_B for two, or nothing"
+            f"{cell!r} is not an action: write stage, kind and microbatch, such as 2F0 or 3RECV_F0 (the kinds are "
+            f"{kinds}; the last three take no microbatch), (2F0;5B1)OVERLAP_F_B for two, or nothing"
         ) from None
 
 

@@ -13,10 +13,10 @@ from .programs import Program
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """When each compute action runs.
+    """When each action but the transfers runs.
 
     Args:
-        starts: for each rank, the start of each of its compute actions, in order.
+        starts: for each rank, the start of each of these actions, in order.
         ends: their ends.
         exposed: for each rank, the time that it waited for results which were made and on their way.
     """
@@ -26,12 +26,9 @@ class Times:
     exposed: tuple[float, ...]
 
 
-def compute_lists(program: Program) -> list[Sequence[Action]]:
-    """Each rank's compute actions, in order."""
-    return [
-        actions if all(a.kind.is_compute for a in actions) else [a for a in actions if a.kind.is_compute]
-        for actions in program.ranks
-    ]
+def timed_lists(program: Program) -> list[Sequence[Action]]:
+    """Each rank's actions but the transfers, in order."""
+    return list(program.without_transfers().ranks) if program.has_transfers else list(program.ranks)
 
 
 def run(program: Program, costs: Costs, busy_links: bool = False) -> Times:
@@ -45,7 +42,7 @@ def run(program: Program, costs: Costs, busy_links: bool = False) -> Times:
     Raises:
         ProgramError: its ranks wait for each other for ever.
     """
-    lists = compute_lists(program)
+    lists = timed_lists(program)
     rows = _rows(program, costs)
     # For each result, when it was made, and when it is there where it is needed; -1 before.
     made = [-1.0] * (2 * program.n_stages * program.n_microbatches)
@@ -90,6 +87,9 @@ def run(program: Program, costs: Costs, busy_links: bool = False) -> Times:
     return Times(starts, ends, tuple(exposed))
 
 
+# They need no other stage's result, and make none.
+_ALONE = (Kind.W, Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD)
+
 _Row = tuple[float, int, int, float, float, int]
 
 
@@ -115,7 +115,8 @@ def _rows(program: Program, costs: Costs) -> dict[Kind, list[_Row]]:
         made = n_outputs + bases[stage]
         for kind in (Kind.B, Kind.I):
             rows[kind].append((costs.compute[kind][stage], needed, made, latency, occupancy, link))
-        rows[Kind.W].append((costs.compute[Kind.W][stage], -1, -1, 0.0, 0.0, -1))
+        for kind in _ALONE:
+            rows[kind].append((costs.compute[kind][stage], -1, -1, 0.0, 0.0, -1))
     return rows
 
 
@@ -132,4 +133,4 @@ def _require_finished(program: Program, lists: Sequence[Sequence[Action]], reach
             f"waits in {action} for the {what} of stage {source}, microbatch {action.microbatch}",
         )
     if waits:
-        raise stuck(program.compute_only(), waits)
+        raise stuck(program.without_transfers(), waits)

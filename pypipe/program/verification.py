@@ -13,6 +13,7 @@ from .messages import Messages
 from .paired import check_paired_progress
 from .positions import Positions, find_positions
 from .programs import Channel, Link, Program
+from .stage_actions import check_stage_actions
 
 _TRANSFERS = {Kind.F: (Kind.SEND_F, Kind.RECV_F), Kind.B: (Kind.SEND_B, Kind.RECV_B)}
 
@@ -41,7 +42,8 @@ def verify(lowered: Program, *, single_communicator: bool = False) -> Verified:
     user; both ends of each link in the same order; and progress to the end when nothing is buffered, so that each
     SEND blocks its rank until its RECV is posted, and each F, B and I blocks until its message is there.
     A RECV takes a slot where it stands, and the last action that needs its message gives it back: the
-    slots that each channel needs are counted.
+    slots that each channel needs are counted. Of UNSHARD, RESHARD and REDUCE_GRAD, which touch no message, it checks
+    what `stage_actions.check_stage_actions` says.
 
     Where a pair of ranks has one communicator for both directions and both kinds of traffic (the NCCL link's
     fallback), transfers run by other rules, and the check of order and progress follows them: see
@@ -58,6 +60,7 @@ def verify(lowered: Program, *, single_communicator: bool = False) -> Verified:
         ProgramError: the program is faulty; the message names rank, position and action.
     """
     positions = find_positions(lowered)
+    check_stage_actions(lowered)
     for stage in range(lowered.n_stages):
         _check_transfers(lowered, positions, Kind.F, stage, lowered.next_stage(stage))
         _check_transfers(lowered, positions, Kind.B, stage, lowered.previous_stage(stage))
@@ -133,7 +136,7 @@ def _check_order(program: Program, messages: Messages, positions: Positions, *, 
     for actions in program.ranks:
         queues: dict[int, list[int]] = {}
         for stage, kind, microbatch in actions:
-            if kind.is_compute:
+            if not kind.is_transfer:
                 continue
             base = messages.bases[kind][stage]
             queue = queues.get(base)

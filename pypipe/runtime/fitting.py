@@ -93,7 +93,7 @@ def fit(
                 "that needs an NCCL communicator for each link (NCCL 2.26 and a driver for CUDA 12.3, or later), and "
                 "here each pair of ranks has one (PYPIPE_NCCL_COMMUNICATORS)"
             )
-        program = program.compute_only()
+        program = program.without_transfers()
     forward_only = _verified(program.compute_only().forward_only(), single_communicator)
     if not training:
         return Fitted(None, forward_only)
@@ -137,6 +137,5 @@ def _misfit(program: Program, num_stages: int) -> str | None:
 
 
 def _verified(program: Program, single_communicator: bool) -> Verified:
-    has_transfers = any(not action.kind.is_compute for actions in program.ranks for action in actions)
-    lowered = program if has_transfers else lower(program, single_communicator=single_communicator)
+    lowered = program if program.has_transfers else lower(program, single_communicator=single_communicator)
     return verify(lowered, single_communicator=single_communicator)

@@ -6,7 +6,16 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pypipe.program import Program, build, builder_names, gpipe, one_f_one_b, simulate
+from pypipe.program import (
+    Kind,
+    Program,
+    add_stage_actions,
+    build,
+    builder_names,
+    gpipe,
+    one_f_one_b,
+    simulate,
+)
 from pypipe.program.drawing import Panel, chrome_trace, html, read_chrome_trace, svg, terminal
 from pypipe.program.drawing.palette import COLOURS
 
@@ -88,7 +97,7 @@ def lightness(colour: str) -> float:
 
 
 def test_kinds_differ_in_grey_and_their_text_can_be_read() -> None:
-    grey = {kind: lightness(colour.fill) for kind, colour in COLOURS.items()}
+    grey = {kind: lightness(colour.fill) for kind, colour in COLOURS.items() if kind.is_compute}
     assert all(abs(grey[one] - grey[other]) > 15 for one, other in combinations(grey, 2))
     # Text contrasts with its box by 4.5 to 1 at least (WCAG 2.1, 1.4.3), in luminance.
     for colour in COLOURS.values():
@@ -99,6 +108,20 @@ def test_kinds_differ_in_grey_and_their_text_can_be_read() -> None:
 def luminance(colour: str) -> float:
     level = (lightness(colour) + 16) / 116
     return level**3 if level > 6 / 29 else 3 * (6 / 29) ** 2 * (level - 4 / 29)
+
+
+def test_what_replicas_do_once_a_step_is_drawn_in_every_way() -> None:
+    program = add_stage_actions(build("zbv", 2, 4), reduced=range(4), sharded=[1, 2])
+    shown = sum(action.kind is not Kind.RESHARD for actions in program.ranks for action in actions)
+    boxes_of = boxes(svg(program))
+    assert sum(map(len, boxes_of.values())) >= shown
+    assert len(boxes_of[COLOURS[Kind.REDUCE_GRAD].fill]) == 4
+    assert len(boxes_of[COLOURS[Kind.UNSHARD].fill]) == 2
+    cells = terminal(program, width=200).split()
+    assert {"0R", "1R", "2R", "3R", "1U", "2U"} <= set(cells)
+    (read,) = read_chrome_trace(chrome_trace(program))
+    assert read.timeline.program == program
+    assert '"perStage":true' in html(program)
 
 
 @pytest.mark.parametrize("name", builder_names())

@@ -47,13 +47,23 @@ def test_a_file_is_named_after_its_path_and_placed_by_its_rows(tmp_path: Path) -
         "0F0, ,0F1,,,0B0,0I1,0W1,,\n,1F0,1B0,(1F1;1I1)OVERLAP_F_B,1W1\n\n\n",
         "\ufeff# rank 0, rank 1\r\n0FORWARD0,0F1,0FULL_BACKWARD0,0BACKWARD_INPUT1,0BACKWARD_WEIGHT1\r\n"
         "1F0,1B0,1F1,1I1,1W1",
-        '0UNSHARD,"0F0",0F1,0B0,0I1,0W1,0REDUCE_GRAD,0RESHARD\n1UNSHARD,1F0,1B0,1F1,1I1,1W1,1REDUCE_GRAD\n',
+        '"0F0",0F1,0B0,0I1,0W1\n1F0,1B0,1F1,1I1,1W1\n',
     ],
 )
-def test_spellings_blanks_comments_and_what_is_data_parallel(text: str, tmp_path: Path) -> None:
+def test_spellings_blanks_and_comments(text: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text(text, encoding="utf-8")
     assert load_csv(path).text() == "0F0,0F1,0B0,0I1,0W1\n1F0,1B0,1F1,1I1,1W1"
+
+
+def test_what_replicas_do_once_a_step_survives_its_csv_with_transfers_and_without() -> None:
+    text = "0UNSHARD,0F0,0F1,0B0,0I1,0W1,0REDUCE_GRAD,0RESHARD\r\n1F0,1B0,1F1,1I1,1W1,1REDUCE_GRAD\r\n"
+    program = loads_csv(text)
+    assert dumps_csv(program) == text
+    lowered = lower(program)
+    verify(lowered)
+    assert lowered.without_transfers() == program
+    assert loads_csv(dumps_csv(lowered)) == lowered
 
 
 def test_stages_without_a_microbatch_in_common_are_two_chains() -> None:
@@ -72,15 +82,15 @@ def test_a_rank_that_does_nothing_keeps_its_row() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0,0B0\n1F0,1X0\n", r"mine.csv, row 2, column 2: '1X0' is no action: write stage, kind and microbatch"),
-        ("# mine\n0F0,0B0,7\n", r"row 2, column 3: '7' is no action: .*the kinds are F, B, I, W, SEND_F"),
-        ("0F0,(0B0;oops)OVERLAP_F_B\n", r"row 1, column 2: 'oops' is no action"),
-        ("0F0,(0B0;0F1\n", r"row 1, column 2: '\(0B0;0F1' is no action: .*\(2F0;5B1\)OVERLAP_F_B"),
+        ("0F0,0B0\n1F0,1X0\n", r"mine.csv, row 2, column 2: '1X0' is not an action: write stage, kind and microbatch"),
+        ("# mine\n0F0,0B0,7\n", r"row 2, column 3: '7' is not an action: .*the kinds are F, B, I, W, SEND_F"),
+        ("0F0,(0B0;oops)OVERLAP_F_B\n", r"row 1, column 2: 'oops' is not an action"),
+        ("0F0,(0B0;0F1\n", r"row 1, column 2: '\(0B0;0F1' is not an action: .*\(2F0;5B1\)OVERLAP_F_B"),
         ("0F0,0B0\n1F0,0F1\n", r"row 2, column 2: '0F1': stage 0 is on rank 0 already \(.*row 1, column 1\)"),
         ("0F0,0B0\n2F0,2B0\n", r"mine.csv lists stage 2, but nowhere stage 1: number them from 0"),
         ("0F0,0F2,0B0,0B2\n", r"mine.csv lists microbatch 2, but nowhere microbatch 1"),
         ("0F0,0F999999999999,0B0\n", r"lists microbatch 999999999999, but nowhere microbatch 1"),
-        ("0F0,0F" + "9" * 5000, r"row 1, column 2: '0F9+' is no action"),
+        ("0F0,0F" + "9" * 5000, r"row 1, column 2: '0F9+' is not an action"),
         ("", r"mine.csv lists no action: write a row for each rank"),
         ("#\n,,\n", r"mine.csv lists no action"),
     ],

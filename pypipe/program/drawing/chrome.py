@@ -148,7 +148,7 @@ def _slices(panel: Panel, first: int) -> Iterator[dict[str, Any]]:
                 "args": {
                     "action": str(action),
                     "stage": action.stage,
-                    "microbatch": action.microbatch,
+                    **({} if action.kind.is_per_stage else {"microbatch": action.microbatch}),
                     "live activations": alive,
                 },
             }
@@ -168,7 +168,7 @@ def _flows(panel: Panel, first: int, number: int) -> Iterator[dict[str, Any]]:
     makers: dict[tuple[bool, int, int], tuple[int, Event]] = {}
     for rank, events in enumerate(panel.timeline.ranks):
         for event in events:
-            if event.action.kind is not Kind.W:
+            if event.action.kind.is_compute and event.action.kind is not Kind.W:
                 makers[event.action.kind is Kind.F, event.action.stage, event.action.microbatch] = rank, event
     neighbours = {
         True: [program.previous_stage(stage) for stage in range(program.n_stages)],

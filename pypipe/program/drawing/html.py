@@ -11,7 +11,6 @@ from typing import Any
 from ..actions import Kind
 from .palette import COLOURS
 from .panels import (
-    COMPUTE,
     MEANINGS,
     Drawn,
     Panel,
@@ -46,8 +45,14 @@ def html(*drawn: Drawn) -> str:
     panels = panels_of(drawn)
     data = {
         "kinds": [
-            {"label": kind.label, "meaning": MEANINGS[kind], "fill": COLOURS[kind].fill, "text": COLOURS[kind].text}
-            for kind in COMPUTE
+            {
+                "label": kind.letter,
+                "meaning": meaning,
+                "perStage": kind.is_per_stage,
+                "fill": COLOURS[kind].fill,
+                "text": COLOURS[kind].text,
+            }
+            for kind, meaning in MEANINGS.items()
         ],
         "panels": [_data(panel) for panel in panels],
     }
@@ -64,7 +69,7 @@ def html(*drawn: Drawn) -> str:
 
 def _data(panel: Panel) -> dict[str, Any]:
     timeline = panel.timeline
-    numbers = {kind: number for number, kind in enumerate(COMPUTE)}
+    numbers = {kind: number for number, kind in enumerate(MEANINGS)}
     columns = zip(timeline.ranks, live_activations(timeline), timeline.peak_activations, strict=True)
     return {
         "title": panel.title,
@@ -72,7 +77,7 @@ def _data(panel: Panel) -> dict[str, Any]:
         "step": _short(timeline.step_time),
         "linear": is_linear(timeline.program),
         "chunks": chunks(timeline.program),
-        "frees": [numbers[kind] for kind in COMPUTE if kind in frees(timeline)],
+        "frees": [numbers[kind] for kind in MEANINGS if kind in frees(timeline)],
         "rows": [
             {
                 "name": row_name(timeline.program, rank),
@@ -111,7 +116,7 @@ def _section(panel: Panel) -> str:
 
 def _key(kind: Kind) -> str:
     colour = COLOURS[kind]
-    return f'<span><i style="background:{colour.fill};color:{colour.text}">{kind.label}</i>{MEANINGS[kind]}</span>'
+    return f'<span><i style="background:{colour.fill};color:{colour.text}">{kind.letter}</i>{MEANINGS[kind]}</span>'
 
 
 def _short(time: float) -> float:

@@ -24,11 +24,15 @@ class Colour:
     terminal_text: int
 
 
-# Told apart by hue by every common kind of colour vision, and by lightness alone in grey print: CIE L* 87, 54,
-# 71 and 34. Orange, vermilion and the lighter blue are Okabe and Ito's (jfly.uni-koeln.de/color).
+# Kinds of compute are told apart by hue by every common kind of colour vision, and by lightness alone in grey print:
+# CIE L* 87, 54, 71 and 34. Orange, vermilion and the lighter blue are Okabe and Ito's (jfly.uni-koeln.de/color). What
+# replicas do together once a step is grey.
 COLOURS = {
     Kind.F: Colour("#bfe0f5", "#000000", (153, 117), 16),
     Kind.B: Colour("#d55e00", "#000000", (166, 172), 16),
     Kind.I: Colour("#e69f00", "#000000", (214, 220), 16),
     Kind.W: Colour("#5e3c99", "#ffffff", (61, 98), 231),
+    Kind.UNSHARD: Colour("#dddddd", "#000000", (252, 252), 16),
+    Kind.RESHARD: Colour("#eeeeee", "#000000", (254, 254), 16),
+    Kind.REDUCE_GRAD: Colour("#555555", "#ffffff", (240, 240), 231),
 }

@@ -11,8 +11,16 @@ from ..bubble import split_bubble
 from ..programs import Program
 from ..simulation import Event, Timeline, simulate
 
-COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W)
-MEANINGS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
+MEANINGS = {
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "input gradient",
+    Kind.W: "weight gradient",
+    Kind.UNSHARD: "gather parameters",
+    Kind.RESHARD: "free parameters",
+    Kind.REDUCE_GRAD: "reduce gradients",
+}
+"""The kinds of action that are drawn, in the order of a legend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +42,8 @@ Drawn = Panel | Timeline | Program
 
 
 def panels_of(drawn: Sequence[Drawn]) -> list[Panel]:
-    """Panels for whatever may be drawn; a program is drawn with unit times, in which a B beside halves takes two.
+    """Panels for whatever may be drawn; a program is drawn with unit times, in which a B beside halves takes two and
+    a RESHARD none.
 
     Raises:
         ProgramError: a program cannot be simulated.
@@ -46,7 +55,15 @@ def panels_of(drawn: Sequence[Drawn]) -> list[Panel]:
     for one in drawn:
         if isinstance(one, Program):
             backward = 2.0 if splits_backward(one) else 1.0
-            one = simulate(one, forward=1.0, backward=backward, input_backward=1.0, weight_backward=1.0)
+            one = simulate(
+                one,
+                forward=1.0,
+                backward=backward,
+                input_backward=1.0,
+                weight_backward=1.0,
+                unshard=1.0,
+                reduce_grad=1.0,
+            )
         panels.append(one if isinstance(one, Panel) else Panel(one))
     return [panel if panel.title else Panel(panel.timeline, *_default(panel)) for panel in panels]
 
@@ -72,7 +89,13 @@ def row_name(program: Program, rank: int) -> str:
 
 def short_label(program: Program, action: Action) -> str:
     """An action's name within its rank's row: the stage is left out where the row has one stage only."""
-    return f"{action.kind.label}{action.microbatch}" if is_linear(program) else str(action)
+    stage = "" if is_linear(program) else str(action.stage)
+    return f"{stage}{letter_and_microbatch(action)}"
+
+
+def letter_and_microbatch(action: Action) -> str:
+    """An action's name without its stage: `F0`; `R`, which has no microbatch, for a REDUCE_GRAD."""
+    return action.kind.letter if action.kind.is_per_stage else f"{action.kind.letter}{action.microbatch}"
 
 
 def chunks(program: Program) -> list[int]:
@@ -107,7 +130,7 @@ def live_activations(timeline: Timeline) -> list[list[int]]:
 def kinds_of(panels: Sequence[Panel]) -> list[Kind]:
     """The kinds of action that these timelines hold, in the order of a legend."""
     found = {event.action.kind for panel in panels for events in panel.timeline.ranks for event in events}
-    return [kind for kind in COMPUTE if kind in found]
+    return [kind for kind in MEANINGS if kind in found]
 
 
 def frees(timeline: Timeline) -> frozenset[Kind]:
@@ -185,7 +208,7 @@ def _causes(timeline: Timeline) -> str:
 def mean_times(panel: Panel) -> str:
     """The mean time of each kind of action, such as `F 1, B 2`."""
     return ", ".join(
-        f"{kind.label} {time_text(math.fsum(times) / len(times), panel.in_microseconds)}"
+        f"{kind.letter} {time_text(math.fsum(times) / len(times), panel.in_microseconds)}"
         for kind in kinds_of([panel])
         if (times := [end - start for events in panel.timeline.ranks for a, start, end in events if a.kind is kind])
     )
@@ -203,7 +226,6 @@ def end_of(panels: Sequence[Panel]) -> float:
 
 
 __all__ = [
-    "COMPUTE",
     "MEANINGS",
     "Drawn",
     "Event",
@@ -215,6 +237,7 @@ __all__ = [
     "idle_shares",
     "is_linear",
     "kinds_of",
+    "letter_and_microbatch",
     "live_activations",
     "mean_times",
     "number_text",

@@ -18,6 +18,7 @@ from .panels import (
     end_of,
     idle_shares,
     kinds_of,
+    letter_and_microbatch,
     number_text,
     panels_of,
     row_name,
@@ -178,7 +179,8 @@ class _Labels:
 
     def _name(self, event: Event) -> str:
         action = event.action
-        forms = (short_label(self._program, action), f"{action.kind.label}{action.microbatch}", str(action.microbatch))
+        least = action.kind.letter if action.kind.is_per_stage else str(action.microbatch)
+        forms = (short_label(self._program, action), letter_and_microbatch(action), least)
         return forms[self._form]
 
 
@@ -195,7 +197,7 @@ def _legend(panels: Sequence[Panel], left: float, top: float) -> Iterator[str]:
     for kind in kinds_of(panels):
         colour, text = COLOURS[kind], MEANINGS[kind]
         yield f'<rect x="{_n(x)}" y="{_n(top)}" width="20" height="14" fill="{colour.fill}"/>'
-        yield _text(x + 10, top + 10.5, kind.label, size=_SMALL, fill=colour.text, anchor="middle")
+        yield _text(x + 10, top + 10.5, kind.letter, size=_SMALL, fill=colour.text, anchor="middle")
         yield _text(x + 26, top + 11, text, size=_SMALL)
         x += 26 + len(text) * _SMALL * _CHARACTER + 14
     most = max(number for panel in panels for number in chunks(panel.timeline.program))

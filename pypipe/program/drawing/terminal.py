@@ -19,6 +19,7 @@ from .panels import (
     end_of,
     is_linear,
     kinds_of,
+    letter_and_microbatch,
     number_text,
     panels_of,
     row_name,
@@ -79,7 +80,7 @@ def terminal(*drawn: Drawn, width: int = 80, colour: bool = False) -> str:
         lines = [*_wrapped(caption(panel), width), *picture.lines(panel), *_wrapped(figures, width)]
         blocks.append("\n".join(lines))
     if colour:
-        keys = (_painted(f" {kind.label} ", kind, 0) + f" {MEANINGS[kind]}" for kind in kinds_of(panels))
+        keys = (_painted(f" {kind.letter} ", kind, 0) + f" {MEANINGS[kind]}" for kind in kinds_of(panels))
         blocks.append("  ".join(keys))
     return "\n\n".join(blocks)
 
@@ -206,7 +207,7 @@ class _Scaled:
                 yield _IDLE
             elif len(inside) > 1 and event.end - event.start < right - left:
                 kinds = {each.action.kind for each in inside}
-                yield event.action.kind.label if len(kinds) == 1 else _SEVERAL
+                yield event.action.kind.letter if len(kinds) == 1 else _SEVERAL
             else:
                 yield event
 
@@ -214,7 +215,7 @@ class _Scaled:
 def _fitted(program: Program, event: Event, size: int, full: bool) -> str:
     """As much of an event's name as tells no lie in `size` columns: never a part of a number."""
     action = event.action
-    names = [f"{action.kind.label}{action.microbatch}", action.kind.label]
+    names = [letter_and_microbatch(action), action.kind.letter]
     if full:
         names.insert(0, short_label(program, action))
     return next(name for name in names if len(name) <= size or name == names[-1]).ljust(size, _GOES_ON)
