@@ -127,8 +127,8 @@ class Schedule:
 
     @property
     def program(self) -> Program:
-        """What step() runs, with its transfers."""
-        program = self._settings.program
+        """What step() runs, with its transfers; after the first step or eval, with what replicated stages add to it."""
+        program = self._pipeline.program
         if program is None:
             raise ConfigurationError(f"{self._settings.where}: {self._settings.fitted.misfit}")
         return program

@@ -83,6 +83,8 @@ class Connection:
 
         meeting = meet(world, card, fit, peers - {world.rank}, timeout)
         self.hub = meeting.hub
+        self.cards: Sequence[Card] = meeting.cards
+        """What each rank has said of itself."""
         self.prefix = meeting.prefix
         """Of keys in the store that are this pipeline's."""
         self.recorder = _recorder(world.rank, meeting.identity)

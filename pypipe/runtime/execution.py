@@ -21,6 +21,7 @@ from pypipe.runtime.backward import gradient_edge, run_backward
 from pypipe.runtime.batch import Batch, ChunkSpecs, Share
 from pypipe.runtime.channels import ReceiveChannel, Received, SendChannel
 from pypipe.runtime.checks import require_finite
+from pypipe.runtime.data_parallel import Wrapper
 from pypipe.runtime.loans import GradientLoans, Loan
 from pypipe.runtime.local import Handed, LocalChannel
 from pypipe.runtime.microbatches import require_mergeable
@@ -43,6 +44,7 @@ class StageExecution:
         loss: on the last stage, the loss function, or None.
         scale_grads: whether gradients are those of the mean over the batch (else of the sum over microbatches).
         splits: whether backwards are split into I and W.
+        wrappers: what shards the module's parameters or reduces their gradients among replicas.
         receive_forward, send_forward, receive_backward, send_backward: the channels to the neighbouring stages, on
             other ranks or on this one; None where this stage is the first or the last.
     """
@@ -56,6 +58,7 @@ class StageExecution:
         loss: Loss | None,
         scale_grads: bool,
         splits: bool,
+        wrappers: Sequence[Wrapper] = (),
         receive_forward: ReceiveChannel | LocalChannel | None,
         send_forward: SendChannel | LocalChannel | None,
         receive_backward: ReceiveChannel | LocalChannel | None,
@@ -74,6 +77,8 @@ class StageExecution:
         # Stages of one rank hand over in memory, as part of F and B: programs have no action for it.
         self._hands_forward = isinstance(send_forward, LocalChannel)
         self._hands_backward = isinstance(send_backward, LocalChannel)
+        self._wrappers = wrappers
+        self._moves_gradients = any(wrapper.moves_gradients for wrapper in wrappers)
         self._weights: dict[tuple[Any, ...], Tensor] = {}
         self._split = SplitBackward(where)
         self.busy_seconds = 0.0
@@ -85,6 +90,8 @@ class StageExecution:
 
     def reset(self) -> None:
         """Forgets everything of a step, also of one that failed."""
+        for wrapper in self._wrappers:
+            wrapper.end()
         for channel in (self._send_forward, self._send_backward):
             if isinstance(channel, LocalChannel):
                 channel.reset()
@@ -109,6 +116,8 @@ class StageExecution:
         self._keep_results = keep_results and self._last
         self._with_loss = with_loss and self._last
         self._loss_kwargs: dict[str, Any] = loss_kwargs or {}
+        for wrapper in self._wrappers:
+            wrapper.begin(training=training)
         self.busy_seconds = 0.0
         channels = [self._receive_forward, self._send_forward]
         channels += [self._receive_backward, self._send_backward] if training else []
@@ -122,6 +131,26 @@ class StageExecution:
         """Finds the leaves without a `.grad`. Done before the stage's first wait: walking a module takes long."""
         self._fresh = [p for p in self._module.parameters() if p.requires_grad and p.grad is None]
         self._fresh += self._batch.leaves
+
+    def unshard(self, _: int) -> None:
+        """UNSHARD: gathers the stage's sharded parameters."""
+        for wrapper in self._wrappers:
+            wrapper.unshard()
+
+    def reduce_gradients(self, _: int) -> None:
+        """REDUCE_GRAD: reduces the gradients of all microbatches among the stage's replicas."""
+        for wrapper in self._wrappers:
+            wrapper.reduce()
+
+    def reshard(self, _: int) -> None:
+        """RESHARD: frees what UNSHARD has gathered."""
+        for wrapper in self._wrappers:
+            wrapper.reshard()
+
+    def abandon(self) -> list[str]:
+        """After a step that failed; returns what has become of gradients that replicas were to share, in words."""
+        said = [said for wrapper in self._wrappers if (said := wrapper.abandon()) is not None]
+        return [f"{self._where}: {text}" for text in dict.fromkeys(said)]
 
     def receiver(self, kind: Kind) -> ReceiveChannel:
         """The channel that messages of Kind.F or Kind.B come through from another rank."""
@@ -227,6 +256,8 @@ class StageExecution:
         work.run()
         if self._fresh:
             self._own_fresh_gradients(inputs, loan)
+        if self._moves_gradients:
+            self._after_backward()
         if self.find_nan:
             self._require_finite_gradients(microbatch, [])
         self.busy_seconds += time.perf_counter() - start
@@ -271,6 +302,8 @@ class StageExecution:
         del roots, gradients
         if self._fresh:
             self._own_fresh_gradients(inputs, loan)
+        if self._moves_gradients:
+            self._after_backward()
         if self.find_nan:
             self._require_finite_gradients(microbatch, [] if inputs is None else inputs.leaves)
         if inputs is not None:
@@ -339,7 +372,12 @@ class StageExecution:
         for tensor in self._fresh:
             if tensor.grad is not None and any(slot is not None and slot.holds(tensor.grad) for slot in slots):
                 tensor.grad = tensor.grad.clone()
-        self._fresh = [tensor for tensor in self._fresh if tensor.grad is None]
+        if not self._moves_gradients:
+            self._fresh = [tensor for tensor in self._fresh if tensor.grad is None]
+
+    def _after_backward(self) -> None:
+        for wrapper in self._wrappers:
+            wrapper.after_backward()
 
 
 def _nothing() -> None:

@@ -183,4 +183,10 @@ def _call(action: Action, stage: StageExecution) -> Callable[[int], None]:
             return stage.send_forward
         case Kind.SEND_B:
             return stage.send_backward
+        case Kind.UNSHARD:
+            return stage.unshard
+        case Kind.REDUCE_GRAD:
+            return stage.reduce_gradients
+        case Kind.RESHARD:
+            return stage.reshard
     raise ValueError(f"the executor cannot run {action}")

@@ -28,6 +28,9 @@ _VERBS = {
     Kind.W: "the weight half of its backward",
     Kind.SEND_F: "sending its output",
     Kind.SEND_B: "sending its input's gradient",
+    Kind.UNSHARD: "gathering its parameters",
+    Kind.RESHARD: "freeing its gathered parameters",
+    Kind.REDUCE_GRAD: "reducing its gradients among its replicas",
 }
 
 
@@ -35,9 +38,8 @@ def describe_action(action: Action | None) -> str:
     """An action in words: `2F0 (stage 2, forward, microbatch 0)`."""
     if action is None:
         return "the end of the step"
-    return (
-        f"{action} (stage {action.stage}, {_VERBS.get(action.kind, action.kind.label)}, microbatch {action.microbatch})"
-    )
+    which = "" if action.kind.is_per_stage else f", microbatch {action.microbatch}"
+    return f"{action} (stage {action.stage}, {_VERBS.get(action.kind, action.kind.label)}{which})"
 
 
 def text_of(error: BaseException) -> str:

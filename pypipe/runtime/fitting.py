@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import inspect
 import os
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any
 
-from pypipe.program import Kind, Program, Verified, build, find_builder, load_csv, lower, verify
+from pypipe.program import (
+    Kind,
+    Program,
+    Verified,
+    add_stage_actions,
+    build,
+    find_builder,
+    load_csv,
+    lower,
+    verify,
+)
 
 __all__ = ["Fitted", "fit"]
 
@@ -24,11 +35,31 @@ class Fitted:
         forward_only: for eval().
         misfit: how num_stages does not fit the number of ranks; then there are no programs. Only all ranks together can
             tell which of them is wrong, so it is an error when they meet.
+        single_communicator: whether two ranks have one NCCL communicator for all that they exchange.
     """
 
     training: Verified | None = None
     forward_only: Verified | None = None
     misfit: str | None = None
+    single_communicator: bool = False
+
+    def with_stage_actions(self, *, reduced: Collection[int], sharded: Collection[int]) -> Fitted:
+        """The same programs, with what stages do once a step together with their replicas.
+
+        Args:
+            reduced: the stages whose gradients are reduced.
+            sharded: the stages whose parameters are sharded.
+        """
+
+        def extended(verified: Verified | None) -> Verified | None:
+            if verified is None:
+                return None
+            program = add_stage_actions(verified.program, reduced=reduced, sharded=sharded)
+            if program is verified.program:
+                return verified
+            return verify(program, single_communicator=self.single_communicator)
+
+        return replace(self, training=extended(self.training), forward_only=extended(self.forward_only))
 
 
 def fit(
@@ -96,10 +127,11 @@ def fit(
         program = program.without_transfers()
     forward_only = _verified(program.compute_only().forward_only(), single_communicator)
     if not training:
-        return Fitted(None, forward_only)
+        return Fitted(None, forward_only, single_communicator=single_communicator)
     if not any(action.kind in (Kind.B, Kind.I) for actions in program.ranks for action in actions):
         raise ValueError(f"the program {program.name} has no backward, but there is a loss_fn: leave that out")
-    return Fitted(_verified(program, single_communicator), forward_only)
+    training_program = _verified(program, single_communicator)
+    return Fitted(training_program, forward_only, single_communicator=single_communicator)
 
 
 def _build(name: str, n_ranks: int, num_stages: int, n_microbatches: int, options: dict[str, Any]) -> Program | str:

@@ -12,20 +12,21 @@ from typing import Any, NamedTuple
 import torch
 
 from pypipe import _core
-from pypipe.errors import InputError, PipelineError, PipelineTimeout
+from pypipe.errors import ConfigurationError, InputError, PipelineError, PipelineTimeout
 from pypipe.program import Channel, Kind, Program
 from pypipe.runtime import agreement, failure
 from pypipe.runtime.batch import Batch, ChunkSpecs
 from pypipe.runtime.channels import ReceiveChannel, SendChannel
 from pypipe.runtime.connection import Connection
 from pypipe.runtime.copies import Copies, copy_channels, describe_copy
+from pypipe.runtime.data_parallel import Wrapper, find_wrappers
 from pypipe.runtime.execution import StageExecution
 from pypipe.runtime.executor import Executor
 from pypipe.runtime.fitting import Fitted
 from pypipe.runtime.local import LocalChannel
 from pypipe.runtime.microbatches import merge
 from pypipe.runtime.record import Recorder
-from pypipe.runtime.rendezvous import Card
+from pypipe.runtime.rendezvous import Card, refuse
 from pypipe.runtime.tracing import Trace
 from pypipe.runtime.world import World
 
@@ -92,7 +93,9 @@ class _Running:
     """What there is once the ranks have met."""
 
     connection: Connection
+    fitted: Fitted  # with what stages do together with their replicas
     stages: dict[int, StageExecution]  # by their number in the program
+    wrapped: list[list[int]]  # which wrappers each of this rank's modules had
     copies: Copies | None  # where there are two of the model
     executors: dict[bool, Executor] = field(default_factory=dict)  # by whether they train
 
@@ -110,6 +113,14 @@ class Pipeline:
         self._n_traces = 0
         self.busy_seconds = 0.0
         self.step_seconds = 0.0
+
+    @property
+    def program(self) -> Program | None:
+        """What step() runs: once the ranks have met, with UNSHARD, RESHARD and REDUCE_GRAD of all their stages."""
+        if self._running is None:
+            return self._settings.program
+        verified = self._running.fitted.training or self._running.fitted.forward_only
+        return verified.program if verified else None
 
     @property
     def counters(self) -> dict[Channel, dict[str, int]]:
@@ -170,6 +181,7 @@ class Pipeline:
         running.connection.recorder.core.step()
         try:
             self._check(call)
+            self._check_wrappers(running)
             batch = Batch(
                 call.args,
                 call.kwargs,
@@ -206,8 +218,9 @@ class Pipeline:
         except BaseException as error:
             if copies is not None:
                 copies.abandon()
+            left = [text for stage in running.stages.values() for text in stage.abandon()] if started else []
             try:
-                public = self._fail(error, running.connection, executor if started else None)
+                public = self._fail(error, running.connection, executor if started else None, left)
             except KeyboardInterrupt:  # while the end of another rank's step was being told
                 raise KeyboardInterrupt from None
             try:
@@ -265,8 +278,22 @@ class Pipeline:
         if call.losses is not None and self._settings.loss is None:
             raise InputError(f"{where}: losses= needs a schedule with a loss_fn")
 
-    def _fail(self, error: BaseException, connection: Connection, executor: Executor | None) -> BaseException:
-        """Tells every rank, refuses further steps, and returns the public error in place of the core's."""
+    def _check_wrappers(self, running: _Running) -> None:
+        found = [[wrapper.identity() for wrapper in find_wrappers(module)] for _, module in self._settings.pieces]
+        if found != running.wrapped:
+            raise InputError(
+                f"{self._settings.where}: what wraps a stage's parameters for data parallelism (DDP, fully_shard) has "
+                "changed since the first step or eval: wrap stages before it, or build a new schedule, on every rank"
+            )
+
+    def _fail(
+        self, error: BaseException, connection: Connection, executor: Executor | None, left: Sequence[str]
+    ) -> BaseException:
+        """Tells every rank, refuses further steps, and returns the public error in place of the core's.
+
+        Args:
+            left: what has become of gradients that replicas were to share.
+        """
         settings, rank = self._settings, self._settings.world.rank
         size, program = settings.world.size, settings.program
         action = executor.action if executor is not None else None
@@ -289,6 +316,8 @@ class Pipeline:
                 f"pypipe: this step is not undone: on rank {rank} {done} of {all_of_them} backwards have been added to "
                 ".grad; parameters are untouched. Call zero_grad() before you go on"
             )
+        for text in left:
+            public.add_note(f"pypipe: {text}")
         stage = action.stage if action is not None else settings.pieces[0][0]
         failure.report(connection.hub, rank, action, public, stage=stage)
         self._failure = failure.text_of(public)
@@ -328,6 +357,7 @@ class Pipeline:
     def _connect(self) -> _Running:
         settings, program = self._settings, self._settings.program
         slots = self._slots()
+        wrappers = self._find_wrappers()
         pieces = [piece for piece, _ in settings.pieces]
         card = {
             **settings.card,
@@ -337,6 +367,7 @@ class Pipeline:
             "loss_fn": settings.loss is not None,
             "scale_grads": settings.scale_grads,
             "check": sorted(settings.checks),
+            "data_parallel": [[bool(found), any(each.shards for each in found)] for found in wrappers],
         }
         if program is not None and len(program.chains) > 1:
             card["copies"] = [describe_copy(module) for _, module in settings.pieces]
@@ -351,8 +382,9 @@ class Pipeline:
             settings.timeout,
             "checksum" in settings.checks,
         )
-        training, forward_only = settings.fitted.training, settings.fitted.forward_only
         assert program is not None  # the comparison has seen to it
+        fitted = _with_stage_actions(settings.fitted, program, connection.cards)
+        training, forward_only = fitted.training, fitted.forward_only
         assert forward_only is not None
         rank = settings.world.rank
         held = agreement.held_stages(program, rank, pieces)
@@ -370,6 +402,7 @@ class Pipeline:
                 loss=settings.loss,
                 scale_grads=settings.scale_grads,
                 splits=any(action.kind is Kind.I and action.stage == stage for action in program.ranks[rank]),
+                wrappers=wrappers[position],
                 receive_forward=None if before is None else receivers.get(Channel(Kind.F, before, stage)),
                 send_forward=None if after is None else senders.get(Channel(Kind.F, stage, after)),
                 receive_backward=None if after is None else receivers.get(Channel(Kind.B, after, stage)),
@@ -382,11 +415,34 @@ class Pipeline:
         if len(program.chains) > 1:
             modules = {stage: settings.pieces[position][1] for stage, position in held.items()}
             copies = Copies(program, rank, modules, connection.senders, connection.receivers)
-        running = _Running(connection, stages, copies)
+        wrapped = [[wrapper.identity() for wrapper in found] for found in wrappers]
+        running = _Running(connection, fitted, stages, wrapped, copies)
         running.executors[False] = Executor(forward_only.program, rank, stages, connection.recorder, connection.issue)
         if training is not None:
             running.executors[True] = Executor(training.program, rank, stages, connection.recorder, connection.issue)
         return running
+
+    def _find_wrappers(self) -> list[list[Wrapper]]:
+        """What wraps the parameters of each of this rank's modules.
+
+        Raises:
+            ConfigurationError: something that cannot be used in a stage.
+        """
+        settings = self._settings
+        wrappers = [find_wrappers(module) for _, module in settings.pieces]
+        for (piece, _), found in zip(settings.pieces, wrappers, strict=True):
+            problem = next((problem for wrapper in found if (problem := wrapper.problem()) is not None), None)
+            copied = settings.program is not None and len(settings.program.chains) > 1
+            if copied and any(wrapper.shards for wrapper in found):
+                problem = (
+                    "fully_shard in a stage of a schedule that adds up the gradients of two copies of each parameter: "
+                    "use DistributedDataParallel there, or ScheduleDualPipeV"
+                )
+            if problem is not None:
+                text = f"rank {settings.world.rank}, stage {piece}: {problem}"
+                refuse(settings.world, text)
+                raise ConfigurationError(text)
+        return wrappers
 
     def _slots(self) -> dict[Channel, int]:
         """For each channel of the program, how many slots it gets."""
@@ -405,6 +461,20 @@ class Pipeline:
         if self._settings.program is not None:
             slots.update(dict.fromkeys(copy_channels(self._settings.program), 2))
         return slots
+
+
+def _with_stage_actions(fitted: Fitted, program: Program, cards: Sequence[Card]) -> Fitted:
+    """The programs, with what the stages of all ranks do together with their replicas."""
+    reduced: set[int] = set()
+    sharded: set[int] = set()
+    for rank, card in enumerate(cards):
+        for stage, position in agreement.held_stages(program, rank, card["stages"]).items():
+            reduces, shards = card["data_parallel"][position]
+            if reduces:
+                reduced.add(stage)
+            if shards:
+                sharded.add(stage)
+    return fitted.with_stage_actions(reduced=reduced, sharded=sharded)
 
 
 def _local_channels(program: Program, rank: int) -> dict[Channel, LocalChannel]:

@@ -67,7 +67,7 @@ class Trace:
             times = {deed.action: (deed.ready or deed.start, deed.end) for deed in deeds}
         else:
             times = clock.times(executor.actions)
-        program = executor.program.compute_only()
+        program = executor.program.without_transfers()
         self._key = f"{connection.prefix}/trace/{self._number}"
         self._programs.append(program)
         self._mine.append(
