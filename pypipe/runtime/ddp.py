@@ -46,6 +46,7 @@ class Replicated:
         self._syncs: bool | None = None  # what the user wants; None: between steps
         self._first_static = False
         self._used: list[int] | None = None  # with static_graph, what the first step used
+        self._static_calls: dict[int, int] = {}  # and how often the reducer expects each one's hook
         self._is_reduced = False
 
     @classmethod
@@ -125,7 +126,10 @@ class Replicated:
 
         def call_hooks() -> None:
             for index in reversed(called):  # the order of a backward, by which buckets are made anew
-                reducer._autograd_hook(index)
+                if ddp.static_graph and not self._first_static:
+                    self._call_static(reducer, index)
+                else:
+                    reducer._autograd_hook(index)
             if self._first_static:
                 reducer._delay_all_reduce()
 
@@ -136,6 +140,33 @@ class Replicated:
         self._is_reduced = True
         if len(called) > len(with_gradient) and not (ddp.static_graph or ddp.find_unused_parameters):
             raise InputError(_unused(ddp, set(called) - set(with_gradient)))
+
+    def _call_static(self, reducer: Any, index: int) -> None:
+        """Calls a hook as often as a static graph's reducer expects it.
+
+        That is as often as the first step has called it, where some releases count hooks of microbatches, for which the
+        reducer was not armed, and others do not. It refuses one call too many, which tells.
+        """
+        count = self._static_calls.get(index)
+        if count is not None:
+            for _ in range(count):
+                reducer._autograd_hook(index)
+            return
+        count = 0
+        while True:
+            try:
+                reducer._autograd_hook(index)
+            except RuntimeError as error:
+                if "graph has changed" not in str(error):
+                    raise
+                break
+            count += 1
+        if count == 0:
+            raise InputError(
+                "a parameter that had no gradient in the first step has one now, but DistributedDataParallel was told "
+                "static_graph=True: leave that out"
+            )
+        self._static_calls[index] = count
 
     def reshard(self) -> None:
         """Nothing: parameters stay whole."""
@@ -186,12 +217,21 @@ def _truth(state: Any, path: str) -> bool:
 
 
 def _parameters(ddp: DistributedDataParallel) -> Sequence[Tensor]:
-    """Those that the reducer knows, by its numbers."""
+    """Those that the reducer reduces, by its numbers.
+
+    Raises:
+        InputError: others require a gradient now than when the reducer was made.
+    """
     untyped: Any = ddp
-    listed: Sequence[Tensor] | None = getattr(ddp, "_module_parameters", None)
-    if listed is None:
-        listed, _ = untyped._build_params_for_reducer()
-    return listed
+    listed: Sequence[Tensor] = getattr(ddp, "_module_parameters", None) or list(ddp.module.parameters())
+    parameters = [parameter for parameter in listed if parameter.requires_grad]
+    count = int(untyped._get_ddp_logging_data()["num_parameter_tensors"])
+    if len(parameters) != count:
+        raise InputError(
+            f"{len(parameters)} parameters require a gradient, but {count} did when DistributedDataParallel was built, "
+            "and those it reduces: freeze and unfreeze before, or wrap the module anew and build a new schedule"
+        )
+    return parameters
 
 
 class _Leads(torch.autograd.Function):

@@ -1,0 +1,302 @@
+"""Replicated and sharded stages: two pipelines of two ranks (or four of one) against one model on all their batches."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import transparency
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+CPU = torch.device("cpu")
+WIDTH = 6
+SPARSE = ("find_unused", "static_unused")  # kinds of wrapper whose stages leave a parameter out
+
+
+class Piece(nn.Module):
+    """A stage with a frozen parameter, one whose gradient is the received gradient itself where a microbatch has one
+    row, and, where it is sparse, one that some microbatches use and one that none does."""
+
+    def __init__(self, sparse: bool, static: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.shift = nn.Parameter(torch.randn(1, WIDTH))
+        self.second.bias.requires_grad_(False)
+        self.sparse, self.static = sparse, static
+        if sparse:
+            self.sometimes = nn.Parameter(torch.randn(WIDTH))
+            self.never = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(torch.tanh(self.first(x))) + self.shift
+        if self.sparse and (self.static or float(x.detach().sum()) > 0):
+            y = y * self.sometimes
+        return y
+
+
+class Counted(TorchDispatchMode):
+    """Counts collectives by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d":
+            self.calls[function._schema.name.removeprefix("c10d::")] += 1
+        return function(*args, **(kwargs or {}))
+
+    def take(self) -> dict[str, int]:
+        found, self.calls = dict(self.calls), Counter()
+        return found
+
+
+class Case(NamedTuple):
+    """One comparison. `rows` are a replica's; `pipeline` is the number of ranks in each pipeline."""
+
+    schedule: str
+    wrapper: str
+    n_microbatches: int
+    rows: int
+    pipeline: int = 2
+
+
+_meshes: dict[int, DeviceMesh] = {}
+
+
+def mesh_of(size: int, pipeline: int) -> DeviceMesh:
+    """All ranks, as replicas x pipeline; made once a process, since groups stay."""
+    if pipeline not in _meshes:
+        shape = (size // pipeline, pipeline)
+        _meshes[pipeline] = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "pp"))
+    return _meshes[pipeline]
+
+
+def _mean_hook(group: Any, bucket):  # DDP reads annotations, and wants types there, not the text of one
+    """What DDP does by itself, as a hook."""
+    tensor = bucket.buffer().div_(group.size())
+    future = dist.all_reduce(tensor, group=group, async_op=True).get_future()
+    return future.then(lambda done: done.value()[0])
+
+
+def wrap(module: nn.Module, wrapper: str, mesh: DeviceMesh) -> nn.Module:
+    """The module as a trainer would wrap it."""
+    data = mesh["dp"]
+    group = data.get_group()
+    ddp: dict[str, Any] = {}
+    match wrapper:
+        case "ddp" | "hook" | "ddp_inside":
+            pass
+        case "bucket_view":
+            ddp["gradient_as_bucket_view"] = True
+        case "static" | "static_unused":
+            ddp["static_graph"] = True
+        case "find_unused":
+            ddp["find_unused_parameters"] = True
+        case "replicate":
+            from torch.distributed._composable.replicate import replicate
+
+            return replicate(module, process_group=group)
+        case "fsdp":
+            return fully_shard(module, mesh=data)
+        case "fsdp_nested":
+            fully_shard(module.first, mesh=data)
+            fully_shard(module.second, mesh=data)
+            return fully_shard(module, mesh=data)
+        case "fsdp_inside":  # two roots, and parameters that nothing shards
+            fully_shard(module.first, mesh=data)
+            fully_shard(module.second, mesh=data)
+            return module
+        case "hsdp":
+            return fully_shard(module, mesh=_hybrid())
+    if wrapper == "ddp_inside":
+        module.first = DistributedDataParallel(module.first, process_group=group)
+        module.second = DistributedDataParallel(module.second, process_group=group)
+        return module
+    wrapped = DistributedDataParallel(module, process_group=group, **ddp)
+    if wrapper == "hook":
+        wrapped.register_comm_hook(group, _mean_hook)
+    return wrapped
+
+
+def _hybrid() -> DeviceMesh:
+    if 0 not in _meshes:
+        _meshes[0] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return _meshes[0]
+
+
+def whole(value: Any) -> Tensor | None:
+    """A gradient or parameter as one tensor."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+class Replicas:
+    """One rank's part, and the model that all of it is compared with."""
+
+    def __init__(self, rank: int, size: int, case: Case, **options: Any) -> None:
+        self.case, self.rank = case, rank
+        self.mesh = mesh_of(size, case.pipeline)
+        self.replica, self.n_replicas = divmod(rank, case.pipeline)[0], size // case.pipeline
+        self.place = rank % case.pipeline
+        count = transparency.count_stages(case.schedule, case.pipeline)
+        with torch.random.fork_rng([]):
+            torch.manual_seed(7)
+            sparse = case.wrapper in SPARSE
+            pieces = [Piece(sparse, case.wrapper == "static_unused").double() for _ in range(count)]
+        self.reference = copy.deepcopy(pieces)
+        self.partial = case.wrapper in ("ddp_inside", "fsdp_inside")
+        held = transparency.pieces_of(case.schedule, self.place, case.pipeline)
+        self.modules = [
+            wrap(piece, case.wrapper, self.mesh) if number in held else piece for number, piece in enumerate(pieces)
+        ]
+        built = transparency.build(
+            self.place,
+            case.pipeline,
+            self.mesh["pp"].get_group(),
+            case.schedule,
+            self.modules,
+            case.n_microbatches,
+            loss_fn=functional.mse_loss,
+            timeout=30,
+            **options,
+        )
+        self.schedule, self.held = built.schedule, built.held
+        self.differences: list[str] = []
+        self.optimizer = torch.optim.SGD([p for _, m in self.held for p in m.parameters()], lr=0.1)
+        self.their_optimizer = torch.optim.SGD([p for piece in self.reference for p in piece.parameters()], lr=0.1)
+
+    def batch(self, number: int, replica: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(100 * number + replica)
+        x, y = torch.randn(2, self.case.rows, WIDTH, generator=generator, dtype=torch.float64)
+        return x, y
+
+    def step(self, number: int) -> None:
+        """One batch through the pipelines, and all replicas' batches through the reference, by microbatches."""
+        x, y = self.batch(number, self.replica)
+        self.schedule.step(x, target=y, losses=[])
+        for replica in range(self.n_replicas):
+            x, y = self.batch(number, replica)
+            chunks = zip(
+                torch.tensor_split(x, self.case.n_microbatches),
+                torch.tensor_split(y, self.case.n_microbatches),
+                strict=True,
+            )
+            for chunk, target in chunks:
+                output = chunk
+                for piece in self.reference:
+                    output = piece(output)
+                share = len(chunk) / self.case.rows / self.n_replicas
+                (functional.mse_loss(output, target) * share).backward()
+
+    def check_gradients(self, what: str) -> None:
+        for number, module in self.held:
+            named = zip(module.named_parameters(), self.reference[number].parameters(), strict=True)
+            for (name, mine), theirs in named:
+                a = whole(mine.grad)
+                if self.partial and "shift" in name and a is not None:
+                    # Nothing wraps it: it has this replica's own gradient.
+                    a = a.clone()
+                    dist.all_reduce(a, group=self.mesh["dp"].get_group())
+                    a /= self.n_replicas
+                worst = transparency.difference(a, theirs.grad)
+                if not worst <= transparency.TOLERANCE:
+                    self.differences.append(
+                        f"rank {self.rank}: gradient of {name}, stage {number}, {what}, differs by {worst:g}"
+                    )
+
+    def update(self) -> None:
+        if self.partial:  # keep what nothing wraps as it is, on both sides
+            for _, module in self.held:
+                module.shift.grad = None
+            for piece in self.reference:
+                piece.shift.grad = None
+        for optimizer in (self.optimizer, self.their_optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+        self.their_optimizer.zero_grad()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As each wrapper spells it."""
+        wrapped = [part for _, module in self.held for part in module.modules()]
+        with contextlib.ExitStack() as stack:
+            for part in wrapped:
+                if isinstance(part, DistributedDataParallel):
+                    stack.enter_context(part.no_sync())
+                elif hasattr(part, "set_requires_gradient_sync"):
+                    part.set_requires_gradient_sync(False)
+                    stack.callback(part.set_requires_gradient_sync, True)
+            yield
+
+    def expected(self, calls: dict[str, int], *, syncs: bool) -> str | None:
+        """What is wrong with a step's collectives: one reduction, and one gathering, a wrapped module."""
+        n_wrapped = {"fsdp_nested": 3, "ddp_inside": 2, "fsdp_inside": 2}.get(self.case.wrapper, 1) * len(self.held)
+        reductions = "_reduce_scatter_base_" if self.case.wrapper.startswith(("fsdp", "hsdp")) else "allreduce_"
+        found = calls.get(reductions, 0)
+        wanted = n_wrapped if syncs else 0
+        if self.case.wrapper in SPARSE and syncs:
+            wanted += n_wrapped * (self.case.wrapper == "find_unused" or calls.get("first", 0))  # of the used map
+        if found != wanted:
+            return f"rank {self.rank}: {found} {reductions} in a step, not {wanted}: {calls}"
+        if "fsdp" in self.case.wrapper and calls.get("_allgather_base_", 0) != n_wrapped:
+            return f"rank {self.rank}: {calls.get('_allgather_base_', 0)} gatherings in a step, not {n_wrapped}"
+        return None
+
+
+def train(rank: int, size: int, group: Any, case: Case) -> list[str]:
+    """Three optimizer steps with evals between; then two steps added up; then one of them without reduction."""
+    warnings.simplefilter("error", UserWarning)
+    replicas = Replicas(rank, size, case)
+    counted = Counted()
+    differences = replicas.differences
+
+    def step(number: int, syncs: bool = True) -> None:
+        with counted:
+            replicas.step(number)
+        calls = counted.take()
+        static = case.wrapper.startswith("static")
+        wrong = replicas.expected({**calls, "first": 1} if number == 0 and static else calls, syncs=syncs)
+        if number == 0 and case.wrapper == "static":
+            wrong = None  # the first step of a static graph reduces a map of used parameters as well
+        if wrong is not None:
+            differences.append(wrong)
+
+    for number in range(3):
+        step(number)
+        replicas.check_gradients(f"step {number}")
+        replicas.update()
+        replicas.schedule.eval(replicas.batch(9, replicas.replica)[0])
+    step(3)
+    step(4)
+    replicas.check_gradients("two steps added up")
+    replicas.zero_grad()
+    with replicas.no_sync():
+        step(5, syncs=False)
+    step(6)
+    replicas.check_gradients("a step without reduction, and one with it")
+    if case.wrapper.startswith(("fsdp", "hsdp")):
+        for _, module in replicas.held:
+            unsharded = [name for name, p in module.named_parameters() if not hasattr(p, "full_tensor")]
+            if [name for name in unsharded if not replicas.partial or "shift" not in name]:
+                differences.append(f"rank {rank}: parameters are not sharded after a step: {unsharded}")
+    replicas.schedule.close()
+    return differences
+
+
+def train_many(rank: int, size: int, group: Any, cases: list[Case]) -> list[str]:
+    """Several cases in one call."""
+    return [f"{case}: {text}" for case in cases for text in train(rank, size, group, case)]
