@@ -115,6 +115,7 @@ class Schedule:
             specs=ChunkSpecs(args_chunk_spec, kwargs_chunk_spec, output_merge_spec),
             timeout=seconds,
             checks=checks,
+            get_mesh=[stage.get_mesh for stage in given],
         )
         declare(world)
         self._pipeline = Pipeline(self._settings)

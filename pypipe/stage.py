@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +30,10 @@ class PipelineStage:
         input_args, output_args, output_grads, input_grads: taken for compatibility with torch.distributed.pipelining
             and not needed: shapes are agreed when the first message is sent, without a trial run.
         group: the ranks of this pipeline. Default: the default process group, else torchrun's environment.
+        dw_builder: taken for compatibility and not needed.
+        get_mesh: where the stage before returns DTensors: called as get_mesh(names, None) with the names of a mesh's
+            dimensions, it returns this rank's mesh of that name. Needed only for meshes on which no parameter of this
+            stage lies.
 
     Raises:
         ConfigurationError: an argument is out of range, or this process is not in the group.
@@ -45,6 +50,8 @@ class PipelineStage:
         output_grads: Any = None,
         input_grads: Any = None,
         group: Any = None,
+        dw_builder: Any = None,
+        get_mesh: Callable[..., Any] | None = None,
     ) -> None:
         world = find_world(group)
         where = f"rank {world.rank}"
@@ -74,6 +81,7 @@ class PipelineStage:
         self.num_stages = num_stages
         self.group = group
         self.world = world
+        self.get_mesh = get_mesh
 
     @property
     def is_first(self) -> bool:

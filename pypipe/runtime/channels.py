@@ -20,6 +20,7 @@ from pypipe.errors import MismatchError
 from pypipe.runtime import trees
 from pypipe.runtime.arrivals import Arrivals, IncomingLayout
 from pypipe.runtime.checks import checksums, compare_checksums
+from pypipe.runtime.wrapped import Meshes, memory_parts
 
 __all__ = ["ReceiveChannel", "ReceivePort", "Received", "SendChannel", "SendPort", "is_shared"]
 
@@ -251,9 +252,10 @@ class Received:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether the tensor's memory is the slot's, which will be overwritten."""
-        if self._message is None or tensor.layout != torch.strided:
+        message = self._message
+        if message is None:
             return False
-        return self._port.holds(self._message, tensor)
+        return any(self._port.holds(message, part) for part in memory_parts(tensor))
 
     def is_shared(self) -> bool:
         """Whether somebody else has a tensor on this memory too: a hook that keeps it, a `.grad` that is a view of it.
@@ -301,6 +303,8 @@ class ReceiveChannel:
         self._kind = kind
         self._layouts: dict[int, IncomingLayout] = {}
         self._arrivals = Arrivals(port)
+        self.meshes: Meshes | None = None
+        """The receiving stage's."""
         self._early: dict[int, Inbound] = {}
 
     @property
@@ -342,7 +346,7 @@ class ReceiveChannel:
         if self._checksum:
             action = f"{self._source_stage}SEND_{chr(self._kind).upper()}{microbatch}"
             compare_checksums(tensors[:-1], tensors[-1].tolist(), action)
-        tree = trees.rebuild(layout.description, tensors)
+        tree = trees.rebuild(layout.description, tensors, self.meshes)
         return Received(port, message, tree[0] if self._checksum else tree, tensors, leaves, arrivals.kept)
 
     def _learn(self, message: Inbound) -> IncomingLayout:

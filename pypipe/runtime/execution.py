@@ -26,6 +26,7 @@ from pypipe.runtime.loans import GradientLoans, Loan
 from pypipe.runtime.local import Handed, LocalChannel
 from pypipe.runtime.microbatches import require_mergeable
 from pypipe.runtime.split import SplitBackward, WeightWork
+from pypipe.runtime.wrapped import Meshes
 
 __all__ = ["StageExecution"]
 
@@ -45,6 +46,7 @@ class StageExecution:
         scale_grads: whether gradients are those of the mean over the batch (else of the sum over microbatches).
         splits: whether backwards are split into I and W.
         wrappers: what shards the module's parameters or reduces their gradients among replicas.
+        get_mesh: gives a mesh by the names of its dimensions, for DTensors that the stage before sends.
         receive_forward, send_forward, receive_backward, send_backward: the channels to the neighbouring stages, on
             other ranks or on this one; None where this stage is the first or the last.
     """
@@ -59,6 +61,7 @@ class StageExecution:
         scale_grads: bool,
         splits: bool,
         wrappers: Sequence[Wrapper] = (),
+        get_mesh: Callable[..., Any] | None = None,
         receive_forward: ReceiveChannel | LocalChannel | None,
         send_forward: SendChannel | LocalChannel | None,
         receive_backward: ReceiveChannel | LocalChannel | None,
@@ -70,6 +73,8 @@ class StageExecution:
         self._loss = loss
         self._scale_grads = scale_grads
         self._receive_forward = receive_forward
+        if receive_forward is not None:
+            receive_forward.meshes = Meshes(module, where, get_mesh)
         self._send_forward = send_forward
         self._receive_backward = receive_backward
         self._loans = GradientLoans(receive_backward, splits=splits) if receive_backward is not None else None

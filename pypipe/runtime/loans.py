@@ -6,12 +6,12 @@ then it is theirs, with its slot, for which the channel has one spare; from then
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from pypipe.errors import PipelineError
 from pypipe.runtime.channels import ReceiveChannel, Received, is_shared
 from pypipe.runtime.local import Handed, LocalChannel
+from pypipe.runtime.wrapped import memory_parts
 
 __all__ = ["GradientLoans", "Loan"]
 
@@ -34,10 +34,8 @@ class Loan:
         """Whether the tensor lies in memory that is only lent, or that the weight half of this backward reads."""
         if self.slot is not None:
             return self.slot.holds(tensor)
-        if not self.copies or tensor.layout != torch.strided:
-            return False
-        pointer = tensor.untyped_storage().data_ptr()
-        return any(copy.untyped_storage().data_ptr() == pointer for copy in self.copies)
+        pointers = {copy.untyped_storage().data_ptr() for copy in self.copies}
+        return bool(pointers) and any(part.untyped_storage().data_ptr() in pointers for part in memory_parts(tensor))
 
 
 class GradientLoans:

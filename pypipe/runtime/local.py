@@ -16,6 +16,7 @@ from torch import Tensor
 from pypipe.runtime import trees
 from pypipe.runtime.backward import enter
 from pypipe.runtime.channels import Received
+from pypipe.runtime.wrapped import Meshes, memory_parts
 
 __all__ = ["Handed", "LocalChannel"]
 
@@ -37,14 +38,14 @@ class Handed:
 
     __slots__ = ("_entered", "_pointers", "batch_rows", "leaves", "rows", "tree")
 
-    def __init__(self, parcel: _Parcel, *, training: bool) -> None:
+    def __init__(self, parcel: _Parcel, meshes: Meshes | None, *, training: bool) -> None:
         tensors = parcel.tensors
         self._pointers = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         self._entered: list[Tensor] = []
         self.leaves: list[Tensor] = []
         entered = [self._enter(tensor) if training and tensor.requires_grad else tensor.detach() for tensor in tensors]
         alone = parcel.description[0] == "T"
-        self.tree = entered[0] if alone else trees.rebuild(parcel.description, entered)
+        self.tree = entered[0] if alone else trees.rebuild(parcel.description, entered, meshes)
         self.rows = parcel.rows
         self.batch_rows = parcel.batch_rows
 
@@ -67,7 +68,7 @@ class Handed:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether the tensor's memory is the one that was handed over."""
-        return tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() in self._pointers
+        return any(part.untyped_storage().data_ptr() in self._pointers for part in memory_parts(tensor))
 
     def is_shared(self) -> bool:
         """False: this memory is nobody's slot, so whoever keeps it may."""
@@ -86,6 +87,8 @@ class LocalChannel:
 
     def __init__(self) -> None:
         self._parcels: dict[int, _Parcel] = {}
+        self.meshes: Meshes | None = None
+        """The receiving stage's."""
 
     def reset(self) -> None:
         """Forgets what a step that failed left behind."""
@@ -118,7 +121,7 @@ class LocalChannel:
 
     def receive(self, microbatch: int, *, training: bool) -> Handed:
         """Takes what was handed over for this microbatch."""
-        return Handed(self._parcels.pop(microbatch), training=training)
+        return Handed(self._parcels.pop(microbatch), self.meshes, training=training)
 
 
 @functools.lru_cache(maxsize=256)

@@ -49,6 +49,7 @@ class Settings:
         specs: how to cut batches and join outputs.
         timeout: seconds that any wait may take.
         checks: those of runtime/checks.py that are wanted.
+        get_mesh: for each of the pieces, what gives it a mesh by the names of its dimensions, or None.
     """
 
     world: World
@@ -62,6 +63,7 @@ class Settings:
     specs: ChunkSpecs
     timeout: float
     checks: frozenset[str] = frozenset()
+    get_mesh: Sequence[Callable[..., Any] | None] = ()
 
     @property
     def program(self) -> Program | None:
@@ -403,6 +405,7 @@ class Pipeline:
                 scale_grads=settings.scale_grads,
                 splits=any(action.kind is Kind.I and action.stage == stage for action in program.ranks[rank]),
                 wrappers=wrappers[position],
+                get_mesh=settings.get_mesh[position],
                 receive_forward=None if before is None else receivers.get(Channel(Kind.F, before, stage)),
                 send_forward=None if after is None else senders.get(Channel(Kind.F, stage, after)),
                 receive_backward=None if after is None else receivers.get(Channel(Kind.B, after, stage)),

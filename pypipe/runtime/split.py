@@ -27,6 +27,7 @@ from pypipe.runtime.backward import gradient_edge, run_backward
 from pypipe.runtime.saved import drop_saved, drop_weights
 from pypipe.runtime.split_graph import AccumulateGrad, Node, walk
 from pypipe.runtime.split_plan import SplitPlan, SplitPlans
+from pypipe.runtime.wrapped import memory_parts
 
 __all__ = ["SplitBackward", "WeightWork"]
 
@@ -239,10 +240,10 @@ class _Accumulated:
         """
         fresh = [leaf for leaf, before, _ in self._before if before is None and leaf.grad is not None]
         if fresh:
-            storages = {gradient.untyped_storage()._cdata for gradient in kept if gradient.layout is torch.strided}
+            storages = {part.untyped_storage()._cdata for gradient in kept for part in memory_parts(gradient)}
             for leaf in fresh:
                 new = leaf.grad
-                if new is not None and new.layout is torch.strided and new.untyped_storage()._cdata in storages:
+                if new is not None and any(part.untyped_storage()._cdata in storages for part in memory_parts(new)):
                     leaf.grad = new.clone()
 
 

@@ -5,6 +5,8 @@ JSON, and nothing in it is ever executed. The first element of each tuple says w
 
     ("T", dtype, shape, strides or None, requires_grad)   a tensor; None: contiguous
     ("same", n)                                            the n-th tensor once more
+    ("D", T, mesh names or None, mesh shape, placements, shape, strides)
+                                                           a DTensor, by its local part
     ("none",) ("bool", b) ("int", i or hex) ("float", hex) ("complex", hex, hex) ("str", s) ("surrogates", hex)
     ("dtype", name)
     ("tuple", items) ("list", items) ("size", ints) ("dict", ((key, value), ...))
@@ -23,6 +25,7 @@ import torch
 from torch import Tensor
 
 from pypipe.errors import LayoutError, MismatchError
+from pypipe.runtime.wrapped import Meshes, is_distributed, settled, to_distributed, to_plain
 
 __all__ = ["Description", "TensorSpec", "decode", "describe", "encode", "rebuild", "tensor_specs"]
 
@@ -62,12 +65,17 @@ def describe(tree: Any, tensors: list[Tensor]) -> Description:
 def _describe(tree: Any, tensors: list[Tensor], seen: dict[int, int], path: tuple[Any, ...]) -> Description:
     kind = type(tree)
     if isinstance(tree, Tensor):
+        if is_distributed(tree):
+            local, distribution = to_plain(tree, f"output{_place(path)}")
+            tensors.append(local)
+            return ("D", _describe_tensor(local, path), *distribution)
         number = seen.get(id(tree))
         if number is not None:
             return ("same", number)
         seen[id(tree)] = len(tensors)
-        tensors.append(tree)
-        return _describe_tensor(tree, path)
+        plain = settled(tree)
+        tensors.append(plain)
+        return _describe_tensor(plain, path)
     if len(path) > _MOST_DEPTH:
         raise LayoutError(f"output{_place(path[:3])}...: nested more than {_MOST_DEPTH} deep (a cycle?)")
     if kind is tuple or kind is list:
@@ -128,7 +136,7 @@ def _describe_tensor(tensor: Tensor, path: tuple[Any, ...]) -> Description:
     if hasattr(tensor, "__tensor_flatten__"):
         raise LayoutError(
             f"output{_place(path)} is a {type(tensor).__name__}, a tensor that wraps other tensors; "
-            "send what it holds instead, for example DTensor.to_local()."
+            "return the tensors that it holds instead."
         )
     shape = tuple(tensor.shape)
     strides = None if tensor.is_contiguous() else _dense_strides(tensor)
@@ -222,6 +230,13 @@ def _collect(description: Description, specs: list[TensorSpec]) -> None:
             raise MismatchError(f"a peer sent an impossible tensor: shape {shape}, strides {strides}")
         numel = math.prod(shape)
         specs.append(TensorSpec(dtype, shape, strides, requires_grad, numel, numel * dtype.itemsize))
+    elif tag == "D":
+        _, local, names, mesh_shape, placements, shape, strides = description
+        if local[0] != "T" or len(placements) != len(mesh_shape) or len(strides) != len(shape):
+            raise MismatchError(f"a peer sent an impossible DTensor: {str(description)[:200]}")
+        if names is not None and not all(type(name) is str for name in names):
+            raise TypeError
+        _collect(local, specs)
     elif tag == "same":
         if not 0 <= description[1] < len(specs):
             raise IndexError
@@ -234,26 +249,39 @@ def _collect(description: Description, specs: list[TensorSpec]) -> None:
             _collect(value, specs)
 
 
-def rebuild(description: Description, tensors: Sequence[Tensor]) -> Any:
-    """The tree that `description` describes, with these tensors in it."""
+def rebuild(description: Description, tensors: Sequence[Tensor], meshes: Meshes | None = None) -> Any:
+    """The tree that `description` describes, with these tensors in it.
+
+    Args:
+        meshes: where the meshes of DTensors are found.
+
+    Raises:
+        MismatchError: the description makes no sense.
+        LayoutError: there is no mesh for a DTensor.
+    """
     try:
-        return _rebuild(description, iter(tensors), tensors)
+        return _rebuild(description, iter(tensors), tensors, meshes)
     except _NONSENSE as error:
         raise MismatchError(f"a peer sent a layout that makes no sense: {str(description)[:200]}") from error
 
 
-def _rebuild(description: Description, position: Any, tensors: Sequence[Tensor]) -> Any:
+def _rebuild(description: Description, position: Any, tensors: Sequence[Tensor], meshes: Meshes | None) -> Any:
     tag = description[0]
     if tag == "T":
         return next(position)
+    if tag == "D":
+        return to_distributed(next(position), description[2:], meshes)
     if tag == "same":
         return tensors[description[1]]
     if tag == "list":
-        return [_rebuild(item, position, tensors) for item in description[1]]
+        return [_rebuild(item, position, tensors, meshes) for item in description[1]]
     if tag == "tuple":
-        return tuple([_rebuild(item, position, tensors) for item in description[1]])
+        return tuple([_rebuild(item, position, tensors, meshes) for item in description[1]])
     if tag == "dict":
-        return {_rebuild(key, position, tensors): _rebuild(value, position, tensors) for key, value in description[1]}
+        return {
+            _rebuild(key, position, tensors, meshes): _rebuild(value, position, tensors, meshes)
+            for key, value in description[1]
+        }
     if tag == "none":
         return None
     if tag in ("bool", "int", "str"):
