@@ -22,6 +22,7 @@ from pypipe.runtime.batch import Batch, ChunkSpecs, Share
 from pypipe.runtime.channels import ReceiveChannel, Received, SendChannel
 from pypipe.runtime.checks import require_finite
 from pypipe.runtime.data_parallel import Wrapper
+from pypipe.runtime.deferred_hooks import DeferredHooks
 from pypipe.runtime.loans import GradientLoans, Loan
 from pypipe.runtime.local import Handed, LocalChannel
 from pypipe.runtime.microbatches import require_mergeable
@@ -84,6 +85,7 @@ class StageExecution:
         self._hands_backward = isinstance(send_backward, LocalChannel)
         self._wrappers = wrappers
         self._moves_gradients = any(wrapper.moves_gradients for wrapper in wrappers)
+        self._deferred_hooks = DeferredHooks()
         self._weights: dict[tuple[Any, ...], Tensor] = {}
         self._split = SplitBackward(where)
         self.busy_seconds = 0.0
@@ -97,6 +99,7 @@ class StageExecution:
         """Forgets everything of a step, also of one that failed."""
         for wrapper in self._wrappers:
             wrapper.end()
+        self._deferred_hooks.give_back()
         for channel in (self._send_forward, self._send_backward):
             if isinstance(channel, LocalChannel):
                 channel.reset()
@@ -121,6 +124,8 @@ class StageExecution:
         self._keep_results = keep_results and self._last
         self._with_loss = with_loss and self._last
         self._loss_kwargs: dict[str, Any] = loss_kwargs or {}
+        if training:
+            self._deferred_hooks.begin(self._module)
         for wrapper in self._wrappers:
             wrapper.begin(training=training)
         self.busy_seconds = 0.0
@@ -338,8 +343,11 @@ class StageExecution:
 
     def end_step(self) -> None:
         """After the last action of a step without an error."""
-        if self._training and self._loans is not None:
+        if not self._training:
+            return
+        if self._loans is not None:
             self._loans.end_step()
+        self._deferred_hooks.run()
 
     def send_backward(self, microbatch: int) -> None:
         """SEND_B: sends the input's gradients back; None where there is none."""

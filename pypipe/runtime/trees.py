@@ -261,6 +261,8 @@ def rebuild(description: Description, tensors: Sequence[Tensor], meshes: Meshes 
     """
     try:
         return _rebuild(description, iter(tensors), tensors, meshes)
+    except LayoutError:  # of a mesh; it is a ValueError, too
+        raise
     except _NONSENSE as error:
         raise MismatchError(f"a peer sent a layout that makes no sense: {str(description)[:200]}") from error
 

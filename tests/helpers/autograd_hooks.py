@@ -41,6 +41,9 @@ def _hook_that_changes(self: Special, x: Tensor) -> Tensor:
 def _parameter_hooks(module: Special) -> None:
     module.w.register_hook(lambda gradient: gradient * 2)
     module.p.register_hook(lambda gradient: _note(module, gradient))
+
+
+def _hook_of_an_accumulated_gradient(module: Special) -> None:
     module.w.register_post_accumulate_grad_hook(lambda parameter: _note(module, parameter.grad.clone()))
 
 
@@ -92,6 +95,7 @@ HOOKS: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Special], None]]]
     "a hook keeps the input's gradient": (_hook_on_the_input, nothing),
     "hooks change gradients": (_hook_that_changes, nothing),
     "hooks of parameters": (lambda self, x: x @ self.w * self.p, _parameter_hooks),
+    "a hook of an accumulated gradient": (lambda self, x: x @ self.w * self.p, _hook_of_an_accumulated_gradient),
     "full backward hooks": (lambda self, x: x @ self.w, _full_backward_hooks),
     "a full backward hook keeps gradients": (lambda self, x: x @ self.w, _keep_output_gradients),
     "an optimizer in the backward": (lambda self, x: (x @ self.w, self.p.view(1, WIDTH)), _optimizer_in_backward),
@@ -121,5 +125,6 @@ def hooked(name: str, place: int, size: int) -> Case:
     function, _ = HOOKS[name]
     modules: list[nn.Module] = [Join() for _ in range(size)]
     modules[place] = Special(function)
-    # A step of an optimizer changes parameters that other microbatches' backwards still need.
-    return Case(modules, join=join_trees, n_microbatches=1 if "optimizer" in name else 3)
+    # The reference runs a backward for each microbatch, the pipeline hooks of accumulated gradients once a step.
+    once = ("optimizer", "accumulated", "takes", "scales")
+    return Case(modules, join=join_trees, n_microbatches=1 if any(word in name for word in once) else 3)
