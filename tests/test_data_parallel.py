@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import data_parallel_edges as edges
 import pytest
 import transparency
 from data_parallel_cases import Case, train_many
@@ -31,3 +32,36 @@ def test_hybrid_sharding(ranks: RankPool) -> None:
     cases = [Case("ScheduleZBH1", "hsdp", 3, 5, 1), Case("ScheduleInterleaved1F1B v=2", "hsdp", 3, 5, 1)]
     found = [text for texts in ranks.run(4, train_many, cases) for text in texts]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B", "ScheduleZBH1", "ScheduleZBVZeroBubble"])
+def test_sharded_stages_accumulate_in_the_reduction_s_dtype(ranks: RankPool, schedule: str) -> None:
+    found = [text for texts in ranks.run(4, edges.mixed_precision, schedule) for text in texts]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "static", "replicate", "fsdp", "fsdp_nested"])
+def test_a_step_that_fails_leaves_nothing_behind_but_what_it_says(ranks: RankPool, wrapper: str) -> None:
+    found = [text for texts in ranks.run(4, edges.after_a_failure, wrapper) for text in texts]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("unused", "no loss of this step depends on left_out, and DistributedDataParallel was not told"),
+        ("mixed precision", "DistributedDataParallel with mixed_precision= in a stage"),
+        ("wrapped late", "has changed since the first step or eval: wrap stages before it"),
+        ("dualpipe", "fully_shard in a stage of a schedule that adds up the gradients of two copies"),
+        ("unfrozen", "1 parameters require a gradient, but 2 did when DistributedDataParallel was built"),
+        ("static graph changes", "had no gradient in the first step has one now"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_by_name(ranks: RankPool, what: str, message: str) -> None:
+    for text in ranks.run(4, edges.refused, what):
+        assert message in text
+
+
+def test_a_trace_shows_what_replicas_do_together(ranks: RankPool) -> None:
+    lines = ["0UNSHARD,0F0,0F1,0B0,0B1,0REDUCE_GRAD,0RESHARD", "1UNSHARD,1F0,1B0,1F1,1B1,1REDUCE_GRAD,1RESHARD"]
+    assert ranks.run(4, edges.traced) == [lines] * 4

@@ -1,0 +1,171 @@
+"""Replicated and sharded stages where something is unusual: reduced precision, failures, what is refused, traces."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transparency
+from data_parallel_cases import CPU, WIDTH, Case, Replicas, mesh_of
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import pypipe
+
+
+def mixed_precision(rank: int, size: int, group: Any, name: str) -> list[str]:
+    """Against fully_shard's own accumulation of microbatches, without a pipeline: bit by bit."""
+    mesh = mesh_of(size, 2)
+    place, replica = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    count = transparency.count_stages(name, 2)
+    with torch.random.fork_rng([]):
+        torch.manual_seed(5)
+        modules: list[nn.Module] = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count)]
+        batches = [[torch.randn(2, 8, WIDTH) for _ in range(2)] for _ in range(2)]
+    reference = nn.Sequential(*copy.deepcopy(modules))
+    for module in [*modules, *reference]:
+        fully_shard(module, mesh=mesh["dp"], mp_policy=policy)
+    fully_shard(reference, mesh=mesh["dp"])
+    schedule, held = transparency.build(
+        place, 2, mesh["pp"].get_group(), name, modules, 4, loss_fn=functional.mse_loss, timeout=30
+    )
+    differences = []
+    for step in range(2):
+        x, y = batches[step][replica]
+        schedule.step(x, target=y)
+        for number, (a, b) in enumerate(zip(x.chunk(4), y.chunk(4), strict=True)):
+            reference.set_requires_gradient_sync(number == 3)
+            (functional.mse_loss(reference(a), b) / 4).backward()
+        for piece, module in held:
+            named = zip(module.named_parameters(), reference[piece].parameters(), strict=True)
+            for (parameter, mine), theirs in named:
+                a, b = mine.grad.full_tensor(), theirs.grad.full_tensor()
+                if a.dtype != b.dtype or not torch.allclose(a, b, rtol=1e-6, atol=1e-9):
+                    worst = float((a - b).abs().max())
+                    differences.append(f"rank {rank}: {parameter} of stage {piece}, step {step}: {worst:g} off")
+    schedule.close()
+    return differences
+
+
+class _Faulty(nn.Module):
+    """Fails when it is told to."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.fails_at = -1
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == self.fails_at:
+            raise ValueError("told to")
+        return self.module(x)
+
+
+def after_a_failure(rank: int, size: int, group: Any, wrapper: str) -> list[str]:
+    """A step that fails in the middle, in all replicas alike; then zero_grad(), a new schedule, the right numbers."""
+    case = Case("ScheduleZBH1", wrapper, 4, 8)
+    replicas = Replicas(rank, size, case)
+    found: list[str] = []
+    (_, module) = replicas.held[0]
+    faulty = _Faulty(module)
+    if replicas.place == 1:
+        faulty.fails_at = 3
+    stage = pypipe.PipelineStage(faulty, replicas.place, 2, CPU, group=replicas.mesh["pp"].get_group())
+    schedule = pypipe.ScheduleZBH1(stage, 4, functional.mse_loss, timeout=30)
+    x, y = replicas.batch(50, replicas.replica)
+    try:
+        schedule.step(x, target=y)
+        found.append("nothing was raised")
+    except (ValueError, pypipe.RemoteStageError) as error:
+        notes = "\n".join(getattr(error, "__notes__", ()))
+        wanted = "have been dropped; .grad is what it was" if wrapper.startswith("fsdp") else "is not reduced among its"
+        if wanted not in notes:
+            found.append(f"rank {rank} says nothing of what has become of its gradients: {notes}")
+    if wrapper.startswith("fsdp"):
+        found += [f"{n} is not sharded" for n, p in module.named_parameters() if not hasattr(p, "full_tensor")]
+        found += [f"{n} has a gradient" for n, p in module.named_parameters() if p.grad is not None]
+    schedule.close()
+    replicas.zero_grad()
+    replicas.step(0)
+    replicas.check_gradients("the step after the failed one")
+    replicas.schedule.close()
+    return found + replicas.differences
+
+
+class _Leaves(nn.Module):
+    """Leaves a parameter out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.left_out = nn.Linear(4, 4), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def refused(rank: int, size: int, group: Any, what: str) -> str:
+    """What a rank raises."""
+    mesh = mesh_of(size, 2)
+    place, data = mesh["pp"].get_local_rank(), mesh["dp"].get_group()
+    module: nn.Module = _Leaves() if what == "unused" else nn.Linear(4, 4)
+    options: dict[str, Any] = {}
+    name = "Schedule1F1B"
+    if what == "static graph changes":
+        options["static_graph"] = True
+        module = _Leaves()
+    if what == "mixed precision":
+        from torch.nn.parallel.distributed import _MixedPrecision
+
+        options["mixed_precision"] = _MixedPrecision(torch.float32, torch.float32, torch.float32)
+    if what in ("wrapped late", "dualpipe"):
+        wrapped = module if what == "wrapped late" else fully_shard(module, mesh=mesh["dp"])
+    else:
+        wrapped = DistributedDataParallel(module, process_group=data, **options)
+    held = [(place, wrapped)]
+    if what == "dualpipe":
+        name = "ScheduleDualPipe"
+        held.append((1 - place, fully_shard(nn.Linear(4, 4), mesh=mesh["dp"])))
+    stages = [pypipe.PipelineStage(m, piece, 2, CPU, group=mesh["pp"].get_group()) for piece, m in held]
+    given = stages if what == "dualpipe" else stages[0]
+    schedule = getattr(pypipe, name)(given, n_microbatches=2, loss_fn=functional.mse_loss, timeout=30)
+    x = torch.ones(4, 4)
+    try:
+        schedule.step(x, target=x)
+        if what == "wrapped late":
+            fully_shard(module, mesh=mesh["dp"])
+        if what == "unfrozen":
+            module.weight.requires_grad_(False)
+        if what == "static graph changes":
+            module.forward = lambda x: module.linear(x) + module.left_out.sum()  # type: ignore[method-assign]
+        schedule.step(x, target=x)
+    except (pypipe.PipelineError, ValueError) as error:
+        return str(error)
+    finally:
+        schedule.close()
+    return "nothing was raised"
+
+
+def traced(rank: int, size: int, group: Any) -> list[str]:
+    """The text form of what each rank did, with the reductions."""
+    mesh = mesh_of(size, 2)
+    place = mesh["pp"].get_local_rank()
+    module = fully_shard(nn.Linear(4, 4), mesh=mesh["dp"])
+    stage = pypipe.PipelineStage(module, place, 2, CPU, group=mesh["pp"].get_group())
+    schedule = pypipe.Schedule1F1B(stage, 2, functional.mse_loss, timeout=30)
+    x = torch.ones(4, 4)
+    with schedule.trace() as trace:
+        schedule.step(x, target=x)
+    dist.barrier(mesh["dp"].get_group())
+    lines = [",".join(str(event.action) for event in events) for events in trace.timeline.ranks]
+    text = trace.text()
+    text_has_both = "U" in text and "R" in text
+    program = schedule.program.without_transfers().text().splitlines()
+    schedule.close()
+    return lines if lines == program and text_has_both else [f"traced {lines}, not {program}:\n{text}"]
