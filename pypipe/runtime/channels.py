@@ -255,7 +255,10 @@ class Received:
         message = self._message
         if message is None:
             return False
-        return any(self._port.holds(message, part) for part in memory_parts(tensor))
+        for part in memory_parts(tensor):  # no generator: this runs for every microbatch
+            if self._port.holds(message, part):
+                return True
+        return False
 
     def is_shared(self) -> bool:
         """Whether somebody else has a tensor on this memory too: a hook that keeps it, a `.grad` that is a view of it.

@@ -34,8 +34,10 @@ class Loan:
         """Whether the tensor lies in memory that is only lent, or that the weight half of this backward reads."""
         if self.slot is not None:
             return self.slot.holds(tensor)
+        if not self.copies:
+            return False
         pointers = {copy.untyped_storage().data_ptr() for copy in self.copies}
-        return bool(pointers) and any(part.untyped_storage().data_ptr() in pointers for part in memory_parts(tensor))
+        return any(part.untyped_storage().data_ptr() in pointers for part in memory_parts(tensor))
 
 
 class GradientLoans:

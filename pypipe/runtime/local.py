@@ -68,7 +68,10 @@ class Handed:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether the tensor's memory is the one that was handed over."""
-        return any(part.untyped_storage().data_ptr() in self._pointers for part in memory_parts(tensor))
+        for part in memory_parts(tensor):  # no generator: this runs for every microbatch
+            if part.untyped_storage().data_ptr() in self._pointers:
+                return True
+        return False
 
     def is_shared(self) -> bool:
         """False: this memory is nobody's slot, so whoever keeps it may."""

@@ -25,7 +25,7 @@ Distribution = tuple[Any, ...]
 
 def memory_parts(tensor: Tensor) -> Sequence[Tensor]:
     """The plain, strided tensors in whose memory a tensor's values lie; none for another layout."""
-    if not hasattr(tensor, "__tensor_flatten__"):
+    if type(tensor) is Tensor or not hasattr(tensor, "__tensor_flatten__"):
         return (tensor,) if tensor.layout is torch.strided else ()
     names, _ = tensor.__tensor_flatten__()
     held = [getattr(tensor, name) for name in names]  # a DTensor's mesh is among them

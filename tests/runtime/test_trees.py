@@ -269,7 +269,7 @@ def test_depth_up_to_the_limit_is_fine_and_beyond_is_refused() -> None:
 def test_a_tensor_that_wraps_others_is_refused_with_a_remedy() -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
-    with pytest.raises(LayoutError, match=r"output\[0\] is a TwoTensor.*to_local"):
+    with pytest.raises(LayoutError, match=r"output\[0\] is a TwoTensor.*return the tensors that it holds"):
         trees.describe([TwoTensor(torch.ones(2), torch.ones(2))], [])
 
 
