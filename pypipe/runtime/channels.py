@@ -255,7 +255,7 @@ class Received:
         message = self._message
         if message is None:
             return False
-        for part in memory_parts(tensor):  # no generator: this runs for every microbatch
+        for part in memory_parts(tensor):  # noqa: SIM110  no generator: this runs for every microbatch
             if self._port.holds(message, part):
                 return True
         return False

@@ -68,7 +68,7 @@ class Handed:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether the tensor's memory is the one that was handed over."""
-        for part in memory_parts(tensor):  # no generator: this runs for every microbatch
+        for part in memory_parts(tensor):  # noqa: SIM110  no generator: this runs for every microbatch
             if part.untyped_storage().data_ptr() in self._pointers:
                 return True
         return False
