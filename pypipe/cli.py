@@ -119,6 +119,10 @@ def doctor(as_json: bool) -> None:
     "--tw", help="Time of its weight half, W; a whole one takes both.  [default: --tb's where there are halves, else 0]"
 )
 @click.option("--tc", help="Latency of a transfer from rank to rank.  [default: 0]")
+@click.option(
+    "--tr", help="Time in which a stage's replicas reduce its gradients, once a step.  [default: no replicas]"
+)
+@click.option("--tu", help="Time in which they gather its sharded parameters, once a step.  [default: not sharded]")
 @click.option("--svg", type=click.Path(path_type=Path), help="Write the timeline as SVG into this file.")
 @click.option("--html", type=click.Path(path_type=Path), help="Write it as one HTML page with zoom.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write it as a Chrome trace, for Perfetto.")
@@ -136,6 +140,8 @@ def show(
     tb: str | None,
     tw: str | None,
     tc: str | None,
+    tr: str | None,
+    tu: str | None,
     record: Path | None,
     **files: Path | None,
 ) -> None:
@@ -158,7 +164,7 @@ def show(
     from pypipe import show as views
 
     try:
-        panels = views.panels_for(names, ranks, microbatches, stages_per_rank, views.Times(tf, tb, tw, tc))
+        panels = views.panels_for(names, ranks, microbatches, stages_per_rank, views.Times(tf, tb, tw, tc, tr, tu))
         for kind, path in files.items():
             if path is not None:
                 views.write(panels, f"--{kind}", path)

@@ -12,7 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pypipe.program import Program, build, builder_names, find_builder, loads_csv, lower, simulate, verify
+from pypipe.program import (
+    Program,
+    add_stage_actions,
+    build,
+    builder_names,
+    find_builder,
+    loads_csv,
+    lower,
+    simulate,
+    verify,
+)
 from pypipe.program.drawing import Panel, chrome_trace, html, read_chrome_trace, splits_backward, svg, terminal
 
 _WIDTH_OF_A_FILE = 160
@@ -25,19 +35,23 @@ class ShowError(ValueError):
 
 @dataclass(frozen=True)
 class Times:
-    """What is given as `--tf`, `--tb`, `--tw` and `--tc`: one number, or numbers for each stage with commas between.
+    """What is given as `--tf` and its like: one number, or numbers for each stage with commas between.
 
     Args:
         forward: time of an F.
         backward: time of an I.
         weight: time of a W; by default that of an I in a program that splits backwards, else 0. A B takes both.
         transfer: latency of a hop from rank to rank.
+        reduce: time of a REDUCE_GRAD; given, each stage has one, as under DistributedDataParallel.
+        unshard: time of an UNSHARD; given, each stage has one, as under fully_shard.
     """
 
     forward: str | None = None
     backward: str | None = None
     weight: str | None = None
     transfer: str | None = None
+    reduce: str | None = None
+    unshard: str | None = None
 
     def of(self, program: Program) -> Panel:
         """The program in simulated time.
@@ -46,7 +60,17 @@ class Times:
             ShowError: a time is no number from 0 on, or there is not one for each stage.
             ProgramError: the program cannot be simulated.
         """
-        return Panel(simulate(program, **self.costs(program.n_stages, splits_backward(program))))
+        stages = range(program.n_stages)
+        program = add_stage_actions(
+            program,
+            reduced=stages if self.reduce is not None else (),
+            sharded=stages if self.unshard is not None else (),
+        )
+        replicas = {
+            "reduce_grad": _numbers("--tr", self.reduce or "0", program.n_stages),
+            "unshard": _numbers("--tu", self.unshard or "0", program.n_stages),
+        }
+        return Panel(simulate(program, **self.costs(program.n_stages, splits_backward(program)), **replicas))
 
     def costs(self, n_stages: int, splits: bool) -> dict[str, Any]:
         """The arguments for `simulate`, and for a builder that makes programs to measure.
@@ -72,7 +96,8 @@ class Times:
     @property
     def given(self) -> bool:
         """Whether there is any."""
-        return any(each is not None for each in (self.forward, self.backward, self.weight, self.transfer))
+        every = (self.forward, self.backward, self.weight, self.transfer, self.reduce, self.unshard)
+        return any(each is not None for each in every)
 
 
 def panels_for(
@@ -104,7 +129,9 @@ def panels_for(
         if number is not None and not registered:
             raise ShowError(f"{option} is for schedules with a name; {files[0]} has its own number: leave it out")
     if times.given and all(Path(name).suffix == ".json" for name in names):
-        raise ShowError("--tf, --tb, --tw and --tc are for programs; a trace has its own times: leave them out")
+        raise ShowError(
+            "--tf, --tb, --tw, --tc, --tr and --tu are for programs; a trace has its own times: leave them out"
+        )
     panels = []
     for name in names:
         if name in registered:

@@ -169,3 +169,14 @@ def test_bad_input_is_answered_by_one_line(
     assert output == ""
     assert error.count("\n") == 1
     assert message in error
+
+
+def test_replicas_reduce_in_the_bubble_that_their_stage_has(tmp_path: Path) -> None:
+    shown = run("1f1b", "-p", "2", "-m", "2", "--tr", "1", "--tu", "1", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.splitlines()[:4] == [
+        "1f1b, P=2, M=2, F 1, B 1, U 1, S 0, R 1: step 8, bubble 25.0%",
+        "t:        0   1   2   3   4   5   6   7",
+        "Stage 0:  U   F0  F1  ·   B0  ·   B1  R",
+        "Stage 1:  U   ·   F0  B0  F1  B1  R   ·",
+    ]
