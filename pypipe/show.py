@@ -66,11 +66,13 @@ class Times:
             reduced=stages if self.reduce is not None else (),
             sharded=stages if self.unshard is not None else (),
         )
-        replicas = {
-            "reduce_grad": _numbers("--tr", self.reduce or "0", program.n_stages),
-            "unshard": _numbers("--tu", self.unshard or "0", program.n_stages),
-        }
-        return Panel(simulate(program, **self.costs(program.n_stages, splits_backward(program)), **replicas))
+        timeline = simulate(
+            program,
+            **self.costs(program.n_stages, splits_backward(program)),
+            reduce_grad=_numbers("--tr", self.reduce or "0", program.n_stages),
+            unshard=_numbers("--tu", self.unshard or "0", program.n_stages),
+        )
+        return Panel(timeline)
 
     def costs(self, n_stages: int, splits: bool) -> dict[str, Any]:
         """The arguments for `simulate`, and for a builder that makes programs to measure.

@@ -16,7 +16,7 @@ SCHEDULES = [
     *transparency.V_SHAPED,
 ]
 DDP = ["ddp", "bucket_view", "static", "static_unused", "find_unused", "hook", "replicate", "ddp_inside"]
-FSDP = ["fsdp", "fsdp_nested", "fsdp_inside"]
+FSDP = ["fsdp", "fsdp_nested", "fsdp_inside", "fsdp_replicate"]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -72,6 +72,10 @@ class Replicated:
 
     def problem(self) -> str | None:
         """See Wrapper."""
+        if not hasattr(getattr(torch.distributed, "Reducer", None), "_autograd_hook"):
+            return (
+                f"DistributedDataParallel in a stage: torch {torch.__version__} lacks what that needs: use a newer one"
+            )
         for attribute, what, remedy in _REFUSED:
             if _truth(self._state, attribute):
                 return f"DistributedDataParallel with {what} in a stage: {remedy}"

@@ -108,6 +108,10 @@ def wrap(module: nn.Module, wrapper: str, mesh: DeviceMesh) -> nn.Module:
             from torch.distributed._composable.replicate import replicate
 
             return replicate(module, process_group=group)
+        case "fsdp_replicate":  # replicate() of newer releases of torch is fully_shard's machinery without shards
+            from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_by_fsdp
+
+            return replicate_by_fsdp(module, mesh=data)
         case "fsdp":
             return fully_shard(module, mesh=data)
         case "fsdp_nested":
@@ -245,14 +249,15 @@ class Replicas:
     def expected(self, calls: dict[str, int], *, syncs: bool) -> str | None:
         """What is wrong with a step's collectives: one reduction, and one gathering, a wrapped module."""
         n_wrapped = {"fsdp_nested": 3, "ddp_inside": 2, "fsdp_inside": 2}.get(self.case.wrapper, 1) * len(self.held)
-        reductions = "_reduce_scatter_base_" if self.case.wrapper.startswith(("fsdp", "hsdp")) else "allreduce_"
+        shards = self.case.wrapper.startswith(("fsdp", "hsdp")) and self.case.wrapper != "fsdp_replicate"
+        reductions = "_reduce_scatter_base_" if shards else "allreduce_"
         found = calls.get(reductions, 0)
         wanted = n_wrapped if syncs else 0
         if self.case.wrapper in SPARSE and syncs:
             wanted += n_wrapped * (self.case.wrapper == "find_unused" or calls.get("first", 0))  # of the used map
         if found != wanted:
             return f"rank {self.rank}: {found} {reductions} in a step, not {wanted}: {calls}"
-        if "fsdp" in self.case.wrapper and calls.get("_allgather_base_", 0) != n_wrapped:
+        if shards and "fsdp" in self.case.wrapper and calls.get("_allgather_base_", 0) != n_wrapped:
             return f"rank {self.rank}: {calls.get('_allgather_base_', 0)} gatherings in a step, not {n_wrapped}"
         return None
 
@@ -288,7 +293,7 @@ def train(rank: int, size: int, group: Any, case: Case) -> list[str]:
         step(5, syncs=False)
     step(6)
     replicas.check_gradients("a step without reduction, and one with it")
-    if case.wrapper.startswith(("fsdp", "hsdp")):
+    if case.wrapper.startswith(("fsdp", "hsdp")) and case.wrapper != "fsdp_replicate":
         for _, module in replicas.held:
             unsharded = [name for name, p in module.named_parameters() if not hasattr(p, "full_tensor")]
             if [name for name in unsharded if not replicas.partial or "shift" not in name]:
