@@ -15,8 +15,18 @@ SCHEDULES = [
     "ScheduleLoopedBFS v=2",
     *transparency.V_SHAPED,
 ]
-DDP = ["ddp", "bucket_view", "static", "static_unused", "find_unused", "hook", "replicate", "ddp_inside"]
-FSDP = ["fsdp", "fsdp_nested", "fsdp_inside", "fsdp_replicate"]
+DDP = [
+    "ddp",
+    "bucket_view",
+    "static",
+    "static_unused",
+    "find_unused",
+    "hook",
+    "replicate",
+    "ddp_inside",
+    "ddp_checkpoint",
+]
+FSDP = ["fsdp", "fsdp_nested", "fsdp_inside", "fsdp_replicate", "fsdp_checkpoint"]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -52,6 +62,7 @@ def test_a_step_that_fails_leaves_nothing_behind_but_what_it_says(ranks: RankPoo
         ("unused", "no loss of this step depends on left_out, and DistributedDataParallel was not told"),
         ("mixed precision", "DistributedDataParallel with mixed_precision= in a stage"),
         ("wrapped late", "has changed since the first step or eval: wrap stages before it"),
+        ("shared", "one DistributedDataParallel or fully_shard is in two stages of this rank"),
         ("dualpipe", "fully_shard in a stage of a schedule that adds up the gradients of two copies"),
         ("unfrozen", "1 parameters require a gradient, but 2 did when DistributedDataParallel was built"),
         ("static graph changes", "had no gradient in the first step has one now"),
@@ -65,3 +76,8 @@ def test_what_cannot_be_right_is_refused_by_name(ranks: RankPool, what: str, mes
 def test_a_trace_shows_what_replicas_do_together(ranks: RankPool) -> None:
     lines = ["0UNSHARD,0F0,0F1,0B0,0B1,0REDUCE_GRAD,0RESHARD", "1UNSHARD,1F0,1B0,1F1,1B1,1REDUCE_GRAD,1RESHARD"]
     assert ranks.run(4, edges.traced) == [lines] * 4
+
+
+def test_two_copies_of_a_model_in_two_replicas(ranks: RankPool) -> None:
+    found = [text for texts in ranks.run(4, edges.two_copies) for text in texts]
+    assert not found, "\n".join(found)

@@ -433,6 +433,7 @@ class Pipeline:
         """
         settings = self._settings
         wrappers = [find_wrappers(module) for _, module in settings.pieces]
+        identities = [wrapper.identity() for found in wrappers for wrapper in found]
         for (piece, _), found in zip(settings.pieces, wrappers, strict=True):
             problem = next((problem for wrapper in found if (problem := wrapper.problem()) is not None), None)
             copied = settings.program is not None and len(settings.program.chains) > 1
@@ -440,6 +441,11 @@ class Pipeline:
                 problem = (
                     "fully_shard in a stage of a schedule that adds up the gradients of two copies of each parameter: "
                     "use DistributedDataParallel there, or ScheduleDualPipeV"
+                )
+            if any(identities.count(wrapper.identity()) > 1 for wrapper in found):
+                problem = (
+                    "one DistributedDataParallel or fully_shard is in two stages of this rank, so it cannot tell when "
+                    "the gradients of one are complete: wrap the stages apart"
                 )
             if problem is not None:
                 text = f"rank {settings.world.rank}, stage {piece}: {problem}"

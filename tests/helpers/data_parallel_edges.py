@@ -129,11 +129,15 @@ def refused(rank: int, size: int, group: Any, what: str) -> str:
     else:
         wrapped = DistributedDataParallel(module, process_group=data, **options)
     held = [(place, wrapped)]
+    if what == "shared":
+        name = "ScheduleInterleaved1F1B"
+        held = [(place, wrapped), (place + 2, wrapped)]
     if what == "dualpipe":
         name = "ScheduleDualPipe"
         held.append((1 - place, fully_shard(nn.Linear(4, 4), mesh=mesh["dp"])))
-    stages = [pypipe.PipelineStage(m, piece, 2, CPU, group=mesh["pp"].get_group()) for piece, m in held]
-    given = stages if what == "dualpipe" else stages[0]
+    count = 4 if what == "shared" else 2
+    stages = [pypipe.PipelineStage(m, piece, count, CPU, group=mesh["pp"].get_group()) for piece, m in held]
+    given = stages if len(stages) > 1 else stages[0]
     schedule = getattr(pypipe, name)(given, n_microbatches=2, loss_fn=functional.mse_loss, timeout=30)
     x = torch.ones(4, 4)
     try:
@@ -150,6 +154,37 @@ def refused(rank: int, size: int, group: Any, what: str) -> str:
     finally:
         schedule.close()
     return "nothing was raised"
+
+
+def two_copies(rank: int, size: int, group: Any) -> list[str]:
+    """DualPipe's copies are reduced among replicas, and then added up: two steps, added up too."""
+    mesh = mesh_of(size, 2)
+    place, replica, data = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank(), mesh["dp"].get_group()
+    with torch.random.fork_rng([]):
+        torch.manual_seed(11)
+        pieces = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double() for _ in range(2)]
+        batches = [torch.randn(2, 2, 6, 4, dtype=torch.float64) for _ in range(2)]
+    reference = nn.Sequential(*copy.deepcopy(pieces))
+    held = [(piece, copy.deepcopy(pieces[piece])) for piece in (place, 1 - place)]
+    stages = [
+        pypipe.PipelineStage(
+            DistributedDataParallel(module, process_group=data), piece, 2, CPU, group=mesh["pp"].get_group()
+        )
+        for piece, module in held
+    ]
+    schedule = pypipe.ScheduleDualPipe(stages, 3, functional.mse_loss, timeout=30)
+    differences = []
+    for step, batch in enumerate(batches):
+        schedule.step(batch[replica][0], target=batch[replica][1])
+        for x, y in batch:
+            (functional.mse_loss(reference(x), y) / 2).backward()
+        for piece, module in held:
+            for a, b in zip(module.parameters(), reference[piece].parameters(), strict=True):
+                worst = transparency.difference(a.grad, b.grad)
+                if not worst <= transparency.TOLERANCE:
+                    differences.append(f"rank {rank}: stage {piece}, step {step}: {worst:g} off")
+    schedule.close()
+    return differences
 
 
 def traced(rank: int, size: int, group: Any) -> list[str]:
