@@ -38,7 +38,9 @@ class Schedule:
         stages: this rank's stages, in any order; or its only one.
         n_microbatches: M, how many microbatches a batch is cut into; any number from 1 up to the batch's length.
         loss_fn: called on the last stage as loss_fn(output, target, **loss_kwargs); returns a tensor with one element.
-            None: step() runs forward only. Give it on every rank or on none.
+            It may run its own backward (chunked cross entropy) and return a detached tensor: the gradient that it
+            leaves on the output, by output.backward(gradient) or as output.grad, is weighted and goes on into the
+            stage. None: step() runs forward only. Give it on every rank or on none.
         args_chunk_spec, kwargs_chunk_spec: how arguments are cut: TensorChunkSpec(dim) or Replicate(), nested as the
             arguments are. Default: every tensor along dimension 0, anything else to every microbatch.
         output_merge_spec: how the last stage's outputs are joined: TensorChunkSpec(dim), Replicate() or Reduce(...),

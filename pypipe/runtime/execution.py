@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pypipe.errors import InputError
 from pypipe.program import Kind
 from pypipe.runtime.backward import gradient_edge, run_backward
 from pypipe.runtime.batch import Batch, ChunkSpecs, Share
@@ -25,6 +24,7 @@ from pypipe.runtime.data_parallel import Wrapper
 from pypipe.runtime.deferred_hooks import DeferredHooks
 from pypipe.runtime.loans import GradientLoans, Loan
 from pypipe.runtime.local import Handed, LocalChannel
+from pypipe.runtime.losses import Losses
 from pypipe.runtime.microbatches import require_mergeable
 from pypipe.runtime.split import SplitBackward, WeightWork
 from pypipe.runtime.wrapped import Meshes
@@ -71,7 +71,7 @@ class StageExecution:
         self._module = module
         self._where = where
         self._last = last
-        self._loss = loss
+        self._losses = Losses(loss, where, weighs=scale_grads) if last and loss is not None else None
         self._scale_grads = scale_grads
         self._receive_forward = receive_forward
         if receive_forward is not None:
@@ -86,7 +86,6 @@ class StageExecution:
         self._wrappers = wrappers
         self._moves_gradients = any(wrapper.moves_gradients for wrapper in wrappers)
         self._deferred_hooks = DeferredHooks()
-        self._weights: dict[tuple[Any, ...], Tensor] = {}
         self._split = SplitBackward(where)
         self.busy_seconds = 0.0
         self.on_ready: Callable[[], None] = _nothing
@@ -108,7 +107,8 @@ class StageExecution:
         self._outputs: dict[int, Any] = {}
         self._nodes: dict[int, list[Any]] = {}
         self._input_gradients: dict[int, list[Tensor | None]] = {}
-        self._loss_graphs: dict[int, Tensor] = {}
+        if self._losses is not None:
+            self._losses.reset()
         self._rests: dict[int, tuple[WeightWork, Received | Handed | None, Loan | None]] = {}
         self._owed: tuple[Received | Handed | None, Loan | None] | None = None
         self._fresh: list[Tensor] | None = []
@@ -208,31 +208,16 @@ class StageExecution:
 
     def _finish_forward(self, microbatch: int, share: Share, output: Any, received: Received | Handed | None) -> None:
         if self._with_loss:
-            assert self._loss is not None
-            loss = self._loss(output, self._batch.target(microbatch, share), **self._loss_kwargs)
-            self._check_loss(loss)
+            assert self._losses is not None
+            target = self._batch.target(microbatch, share)
+            loss = self._losses.compute(microbatch, output, target, self._loss_kwargs, training=self._training)
             if self.find_nan:
                 require_finite(loss, f"{self._where}, microbatch {microbatch}: the loss")
-            if self._training:
-                self._loss_graphs[microbatch] = loss
-            self.losses[microbatch] = _kept(loss.detach(), received)
+            self.losses[microbatch] = _kept(loss, received)
         if self._keep_results:
             if not self.results:  # a spec that does not fit is an error of this step on every rank
                 require_mergeable(output, self._batch.merge_spec)
             self.results[microbatch] = _kept(_detached(output), received)
-
-    def _check_loss(self, loss: Any) -> None:
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
-            raise InputError(
-                f"{self._where}: loss_fn returned a value of {what}; it must return a tensor with one element "
-                "(for example a mean)"
-            )
-        if self._training and not loss.requires_grad:
-            raise InputError(
-                f"{self._where}: the loss depends on nothing that requires a gradient: unfreeze a parameter, look for "
-                "a detach() or no_grad() on the way to the loss, or call eval()"
-            )
 
     def send_forward(self, microbatch: int) -> None:
         """SEND_F: sends the output on and keeps only its autograd nodes."""
@@ -286,9 +271,10 @@ class StageExecution:
         roots: list[Any]
         gradients: list[Tensor]
         if self._loans is None:
-            loss = self._loss_graphs.pop(microbatch)
-            roots, gradients = [loss], [self._weight(microbatch, loss)]
-            del loss
+            assert self._losses is not None
+            share = self._shares.pop(microbatch)
+            weight = self._batch.weight(microbatch, share) if self._scale_grads else 1.0
+            roots, gradients = self._losses.roots(microbatch, weight)
         else:
             if self._fresh is None:
                 self._find_fresh()
@@ -363,17 +349,6 @@ class StageExecution:
         if owed is not None:
             del gradients  # they may lie in the slots
             self._give_back(*owed)
-
-    def _weight(self, microbatch: int, loss: Tensor) -> Tensor:
-        """What backward starts from: the microbatch's weight in the batch's loss."""
-        weight = self._batch.weight(microbatch, self._shares.pop(microbatch)) if self._scale_grads else 1.0
-        key = (weight, loss.dtype, loss.device, loss.shape)
-        found = self._weights.get(key)
-        if found is None:
-            if len(self._weights) >= 64:
-                self._weights.clear()
-            found = self._weights[key] = torch.full_like(loss, weight, requires_grad=False)
-        return found.clone()  # autograd may make it, or a view of it, somebody's `.grad`
 
     def _own_fresh_gradients(self, *slots: Received | Handed | Loan | None) -> None:
         """Makes a `.grad` that lies in a slot a tensor of its own; the slot's memory is only lent.

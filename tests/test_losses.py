@@ -1,0 +1,43 @@
+"""A loss function may run its own backward: the gradient that it leaves on the output is the output's."""
+
+from __future__ import annotations
+
+import losses_cases
+import pytest
+import transparency
+from rank_pool import RankPool
+
+SCHEDULES = [
+    *transparency.SINGLE,
+    "ScheduleInterleaved1F1B v=2",
+    "ScheduleInterleavedZeroBubble v=2",
+    "ScheduleLoopedBFS v=2",
+    *transparency.V_SHAPED,
+    "ScheduleDualPipe",
+]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_gradient_that_a_loss_leaves_on_the_output_goes_on_into_the_stage(ranks: RankPool, schedule: str) -> None:
+    for scale_grads in (True, False):
+        found = [text for texts in ranks.run(2, losses_cases.compare, schedule, scale_grads) for text in texts]
+        assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B", "ScheduleZBH1"])
+def test_an_output_may_be_a_tree(ranks: RankPool, schedule: str) -> None:
+    found = [text for texts in ranks.run(2, losses_cases.of_a_tree, schedule) for text in texts]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B", "ScheduleZBH1", "ScheduleZBVZeroBubble"])
+def test_a_loss_that_is_refused_has_added_nothing(ranks: RankPool, schedule: str) -> None:
+    found = [text for texts in ranks.run(2, losses_cases.refused, schedule) for text in texts]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B", "ScheduleZBH1"])
+def test_a_loss_that_changes_the_output_in_place(ranks: RankPool, schedule: str) -> None:
+    assert ranks.run(2, losses_cases.in_place, schedule, False) == [[], []]
+    for texts in ranks.run(2, losses_cases.in_place, schedule, True):
+        assert "modified by an inplace operation" in texts[0]
