@@ -124,7 +124,6 @@ class _NestedLeaf(Leaf):
     def piece(self, start: int, size: int) -> Tensor:
         whole: Any = self.value
         if whole.layout != torch.jagged:
-            # A new unbind() for each piece: its node may be walked by one microbatch's backward only.
             components = list(whole.unbind())[start : start + size]
             made: Tensor = torch.nested.as_nested_tensor(components, layout=torch.strided)
             return made

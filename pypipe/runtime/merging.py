@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pypipe.errors import InputError
 from pypipe.runtime.chunk_specs import is_chunk_spec, is_replicate
-from pypipe.runtime.structure import CannotRebuild, Node, map_tensors, open_node
+from pypipe.runtime.structure import Node, has_tensors, open_node
 
 __all__ = ["merge", "require_mergeable"]
 
@@ -35,7 +35,7 @@ def _merge(outputs: Sequence[Any], spec: Any) -> Any:
     node = open_node(outputs[0])
     if node is None:
         return _merge_leaf(outputs, _one(spec, outputs[0]))
-    if not node.plain and not _has_tensors(outputs[0]):
+    if not node.plain and not has_tensors(outputs[0]):
         return outputs[-1]
     nodes = [node]
     for microbatch, output in enumerate(outputs[1:], 1):
@@ -50,19 +50,7 @@ def _merge(outputs: Sequence[Any], spec: Any) -> Any:
     values = [
         _merge(column, its_spec) for column, its_spec in zip(columns, _parts(spec, outputs[0], node), strict=True)
     ]
-    try:
-        return node.rebuild(values)
-    except CannotRebuild as error:
-        raise InputError(
-            f"the outputs are {type(outputs[0]).__name__} objects, which cannot be made again of merged tensors "
-            f"({error}): return a plain dict or tuple, or pass return_outputs=False and use the losses"
-        ) from error
-
-
-def _has_tensors(output: Any) -> bool:
-    found: list[Tensor] = []
-    map_tensors(output, found.append)
-    return bool(found)
+    return node.rebuild(values)
 
 
 def _shape(output: Any) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pypipe.errors import InputError
 from pypipe.runtime import offsets
-from pypipe.runtime.chunk_specs import is_chunk_spec
+from pypipe.runtime.chunk_specs import is_chunk_spec, is_replicate
 from pypipe.runtime.leaves import Leaf, TensorLeaf, as_leaf, is_single
 from pypipe.runtime.opaque import tensor_within
 from pypipe.runtime.structure import CannotRebuild, Node, Path, open_node, path_keys, path_text
@@ -97,7 +97,7 @@ class Cuttable:
                 raise _does_not_fit(spec, value, path)
             self._leaves.append(as_leaf(value, spec, path, own=own))
             return _only, 1
-        if node.extras:
+        if node.extras and not is_replicate(spec):
             place = tensor_within(node.extras)
             if place is not None:
                 raise InputError(
@@ -114,12 +114,21 @@ class Cuttable:
         if not node.plain and not any(_changes(leaf) for leaf in self._leaves[start:]):
             self._leaves[start:] = [Leaf(value, path)]
             return _only, 1
-        return _rebuilder(node, parts, value, path), sum(count for _, count in parts)
+        return _rebuilder(node, parts, path), sum(count for _, count in parts)
 
     def replace(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Puts `function(tensor)`, of the same shape, in each tensor's place."""
+        """Puts `function(tensor)`, of the same shape, in each tensor's place, where gradients will gather.
+
+        Raises:
+            InputError: a nested tensor requires a gradient.
+        """
         for leaf in self._leaves:
             if isinstance(leaf.value, Tensor):
+                if leaf.value.is_nested and leaf.value.requires_grad:  # torch cannot add to its `.grad`
+                    raise InputError(
+                        f"{leaf.text()} requires a gradient, which torch cannot add up over microbatches for nested "
+                        "tensors: give its values and offsets as two tensors, or detach() it"
+                    )
                 leaf.value = function(leaf.value)
 
     def _reference(self, leaves: Iterable[Leaf], n_microbatches: int) -> Leaf | None:
@@ -331,7 +340,7 @@ def _only(values: list[Any]) -> Any:
     return value
 
 
-def _rebuilder(node: Node, parts: Sequence[tuple[_Rebuild, int]], value: Any, path: Path) -> _Rebuild:
+def _rebuilder(node: Node, parts: Sequence[tuple[_Rebuild, int]], path: Path) -> _Rebuild:
     if all(rebuild is _only for rebuild, _ in parts):
         make = node.rebuild
     else:
@@ -351,8 +360,7 @@ def _rebuilder(node: Node, parts: Sequence[tuple[_Rebuild, int]], value: Any, pa
             return make(leaves)
         except CannotRebuild as error:
             raise InputError(
-                f"{path_text(path)} is a {type(value).__name__}, which cannot be made again of a microbatch's tensors "
-                f"({error}): pass them in a plain dict or tuple, or give it Replicate() in its chunk spec"
+                f"{path_text(path)} is cut into microbatches, but {error}, or give it Replicate() in its chunk spec"
             ) from error
 
     return made

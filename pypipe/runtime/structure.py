@@ -15,7 +15,19 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["CannotRebuild", "Node", "Path", "attributes", "map_tensors", "open_node", "path_keys", "path_text"]
+from pypipe.errors import InputError
+
+__all__ = [
+    "CannotRebuild",
+    "Node",
+    "Path",
+    "attributes",
+    "has_tensors",
+    "map_tensors",
+    "open_node",
+    "path_keys",
+    "path_text",
+]
 
 Path = tuple[Any, ...]
 """(path of the parent, "[" for an item or "." for an attribute, key); the root is a tuple of one name."""
@@ -112,8 +124,13 @@ def attributes(value: Any) -> dict[str, Any]:
     return found
 
 
-class CannotRebuild(TypeError):
-    """A container of a class of its own cannot be built of other values."""
+class CannotRebuild(InputError):
+    """A container of a class of its own cannot be made again of other values."""
+
+    def __init__(self, kind: type, reason: str) -> None:
+        super().__init__(
+            f"a {kind.__name__} cannot be made again of other tensors ({reason}): use a plain dict, tuple or dataclass"
+        )
 
 
 def _dataclass(value: Any) -> Node:
@@ -129,7 +146,7 @@ def _dataclass(value: Any) -> Node:
         try:
             made = object.__new__(kind)
         except TypeError as error:
-            raise CannotRebuild(str(error)) from error
+            raise CannotRebuild(kind, str(error)) from error
         for name, its_value in zip(names, values, strict=True):
             object.__setattr__(made, name, its_value)  # frozen ones too
         return made
@@ -145,7 +162,7 @@ def _dict_like(value: dict[Any, Any], extras: dict[str, Any], values: list[Any])
     # Some show their items as attributes too, which must not be those of the whole.
     shown = [name for name in attributes(value) if name in items]
     found = attributes(made) if shown else {}
-    return _completed(made, extras, right and all(found.get(name) is items[name] for name in shown))
+    return _completed(kind, made, extras, right and all(found.get(name) is items[name] for name in shown))
 
 
 def _list_like(value: Any, extras: dict[str, Any], values: list[Any]) -> Any:
@@ -154,19 +171,19 @@ def _list_like(value: Any, extras: dict[str, Any], values: list[Any]) -> Any:
     right = type(made) is kind and len(made) == len(values)
     if isinstance(value, (list, tuple)):
         right = right and all(a is b for a, b in zip(made, values, strict=True))
-    return _completed(made, extras, right)
+    return _completed(kind, made, extras, right)
 
 
 def _called(kind: type, values: Any) -> Any:
     try:
         return kind(values)
     except Exception as error:
-        raise CannotRebuild(f"{kind.__name__}(...) raised {type(error).__name__}: {error}") from error
+        raise CannotRebuild(kind, f"{kind.__name__}(...) raised {type(error).__name__}: {error}") from error
 
 
-def _completed(made: Any, extras: dict[str, Any], right: bool) -> Any:
+def _completed(kind: type, made: Any, extras: dict[str, Any], right: bool) -> Any:
     if not right:
-        raise CannotRebuild(f"{type(made).__name__}(...) makes something else of the values that it is given")
+        raise CannotRebuild(kind, f"{kind.__name__}(...) makes something else of the values that it is given")
     for name, value in extras.items():
         object.__setattr__(made, name, value)
     return made
@@ -189,6 +206,14 @@ def path_keys(path: Path) -> list[Any]:
         path, _, key = path
         keys.append(key)
     return keys[::-1]
+
+
+def has_tensors(tree: Any) -> bool:
+    """Whether there is a tensor in it."""
+    if isinstance(tree, Tensor):
+        return True
+    node = open_node(tree)
+    return node is not None and any(has_tensors(value) for value in node.values)
 
 
 def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
