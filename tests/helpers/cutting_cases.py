@@ -330,3 +330,39 @@ def _compare(rank: int, size: int, group: Any, schedule_name: str, name: str, ro
         check("the output of eval", evaluated, whole().detach())
     schedule.close()
     return differences
+
+
+def shown(rank: int, size: int, group: Any) -> list[str]:
+    """repr() of a schedule before its first step and after it."""
+    stage = pypipe.PipelineStage(Unpacks(), rank, size, torch.device("cpu"), group=group)
+    case = containers(3, 2)
+    spec = {"named": {"bias": pypipe.TensorChunkSpec(0)}}
+    with pypipe.Schedule1F1B(stage, 2, _weighted, kwargs_chunk_spec=spec, timeout=30) as schedule:
+        texts = [repr(schedule)]
+        schedule.step(*case.args, target=case.target, **case.kwargs)
+        return [*texts, repr(schedule)]
+
+
+class TakesOffsets(nn.Module):
+    """Its second positional argument is called as offsets are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        return self.linear(x)
+
+
+def positional_offsets(rank: int, size: int, group: Any) -> str:
+    """What a step says to offsets that are given by position, as many as there are rows."""
+    stage = pypipe.PipelineStage(TakesOffsets(), rank, size, torch.device("cpu"), group=group)
+    schedule = pypipe.ScheduleGPipe(stage, 2, functional.mse_loss, timeout=30)
+    x = _numbers(4, WIDTH)
+    try:
+        schedule.step(x, torch.arange(4), target=x)
+    except pypipe.InputError as error:
+        return str(error)
+    finally:
+        schedule.close()
+    return "no error"
