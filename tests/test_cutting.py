@@ -37,7 +37,8 @@ def test_the_targets_spec_stands_behind_what_torchs_classes_take_by_position() -
         theirs = getattr(peer, name, None)
         if theirs is not None:
             mine = [each.name for each in parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
-            assert mine == list(inspect.signature(theirs).parameters), name
+            expected = list(inspect.signature(theirs).parameters)  # an older torch takes fewer
+            assert mine[: len(expected)] == expected, name
 
 
 def test_a_schedule_shows_its_chunk_specs_and_along_which_dimension_it_cut(ranks: RankPool) -> None:

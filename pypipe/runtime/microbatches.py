@@ -14,10 +14,9 @@ from torch import Tensor
 
 from pypipe.errors import InputError
 from pypipe.runtime import offsets
-from pypipe.runtime.chunk_specs import is_chunk_spec, is_replicate
-from pypipe.runtime.leaves import Leaf, TensorLeaf, as_leaf, is_single
-from pypipe.runtime.opaque import tensor_within
-from pypipe.runtime.structure import CannotRebuild, Node, Path, open_node, path_keys, path_text
+from pypipe.runtime.flattening import Rebuild, flatten
+from pypipe.runtime.leaves import Leaf, TensorLeaf
+from pypipe.runtime.structure import path_keys, path_text
 
 __all__ = ["Cuttable", "Origin", "Pieces", "sizes"]
 
@@ -48,9 +47,6 @@ class Origin:
         return f"{self.name}_chunk_spec"
 
 
-_Rebuild = Callable[[list[Any]], Any]
-
-
 class Cuttable:
     """A tree of tensors and other values, of which tensors are cut into microbatches and the rest is given to all.
 
@@ -69,52 +65,12 @@ class Cuttable:
 
     def __init__(self, tree: Any, spec: Any, origin: Origin | str) -> None:
         self._origin = Origin(origin) if isinstance(origin, str) else origin
-        self._leaves: list[Leaf] = []
-        self._rebuild = self._walk_root(tree, spec)
+        self._leaves, self._rebuild = flatten(tree, spec, self._origin.name)
 
     @property
     def name(self) -> str:
         """How messages call it."""
         return self._origin.name
-
-    def _walk_root(self, tree: Any, spec: Any) -> _Rebuild:
-        # The first forward waits for this: what most batches are, a tensor or a tuple of tensors, is seen at once.
-        root: Path = (self._origin.name,)
-        if tree is None:
-            self._leaves.append(Leaf(None, root))
-            return _only
-        if type(tree) is tuple and spec is None and all(isinstance(value, Tensor) for value in tree):
-            self._leaves += [as_leaf(value, None, (root, "[", i), own=False) for i, value in enumerate(tree)]
-            return tuple
-        rebuild, _ = self._walk(tree, spec, root, own=True)
-        return rebuild
-
-    def _walk(self, value: Any, spec: Any, path: Path, *, own: bool) -> tuple[_Rebuild, int]:
-        """Appends the leaves; returns what rebuilds the value of its pieces, and how many leaves it has."""
-        node = None if is_single(value) else open_node(value)
-        if node is None:
-            if not is_chunk_spec(spec):
-                raise _does_not_fit(spec, value, path)
-            self._leaves.append(as_leaf(value, spec, path, own=own))
-            return _only, 1
-        if node.extras and not is_replicate(spec):
-            place = tensor_within(node.extras)
-            if place is not None:
-                raise InputError(
-                    f"{path_text(path)} is a {type(value).__name__} with attributes of its own, of which one holds a "
-                    f"tensor ({place}): it cannot be cut into microbatches. Pass the tensor as an item, or give the "
-                    "whole Replicate() in its chunk spec"
-                )
-        start = len(self._leaves)
-        parts: list[tuple[_Rebuild, int]] = []
-        one = is_chunk_spec(spec)
-        specs = [spec] * len(node.values) if one else _parts(spec, value, node, path)
-        for key, its_value, its_spec in zip(node.keys, node.values, specs, strict=True):
-            parts.append(self._walk(its_value, its_spec, (path, node.separator, key), own=not one))
-        if not node.plain and not any(_changes(leaf) for leaf in self._leaves[start:]):
-            self._leaves[start:] = [Leaf(value, path)]
-            return _only, 1
-        return _rebuilder(node, parts, path), sum(count for _, count in parts)
 
     def replace(self, function: Callable[[Tensor], Tensor]) -> None:
         """Puts `function(tensor)`, of the same shape, in each tensor's place, where gradients will gather.
@@ -305,73 +261,12 @@ class Cuttable:
         return ", ".join(f"{leaf.text()} along dimension {leaf.dim}" for leaf in self._leaves if leaf.dim is not None)
 
 
-def _changes(leaf: Leaf) -> bool:
-    """Whether a container must be made anew for each microbatch because of this leaf."""
-    return leaf.dim is not None or leaf.follows or (isinstance(leaf.value, Tensor) and leaf.value.requires_grad)
-
-
-def _parts(spec: Any, value: Any, node: Node, path: Path) -> list[Any]:
-    """The chunk spec of each value of a container."""
-    named = node.separator == "." or isinstance(value, dict)
-    if named and isinstance(spec, dict):
-        unknown = [key for key in spec if key not in node.keys]
-        if unknown:
-            where = path_text((path, node.separator, unknown[0]))
-            raise InputError(f"there is a chunk spec for {where}, but no such argument was given")
-        return [spec.get(key) for key in node.keys]
-    if isinstance(value, (tuple, list)) and isinstance(spec, (tuple, list)):
-        if len(spec) != len(node.values):
-            raise InputError(f"there are {len(spec)} chunk specs for {path_text(path)}, which has {len(value)} values")
-        return list(spec)
-    if named and type(spec) is type(value):
-        return [getattr(spec, key, None) for key in node.keys]
-    raise _does_not_fit(spec, value, path)
-
-
-def _does_not_fit(spec: Any, value: Any, path: Path) -> InputError:
-    return InputError(
-        f"the chunk spec {spec!r} does not fit {path_text(path)}, a {type(value).__name__}: use TensorChunkSpec(dim), "
-        "Replicate() or None, nested as the arguments are"
-    )
-
-
-def _only(values: list[Any]) -> Any:
-    (value,) = values
-    return value
-
-
-def _rebuilder(node: Node, parts: Sequence[tuple[_Rebuild, int]], path: Path) -> _Rebuild:
-    if all(rebuild is _only for rebuild, _ in parts):
-        make = node.rebuild
-    else:
-
-        def make(leaves: list[Any]) -> Any:
-            values, start = [], 0
-            for rebuild, count in parts:
-                values.append(rebuild(leaves[start : start + count]))
-                start += count
-            return node.rebuild(values)
-
-    if node.plain:
-        return make
-
-    def made(leaves: list[Any]) -> Any:
-        try:
-            return make(leaves)
-        except CannotRebuild as error:
-            raise InputError(
-                f"{path_text(path)} is cut into microbatches, but {error}, or give it Replicate() in its chunk spec"
-            ) from error
-
-    return made
-
-
 class Pieces(Sequence[Any]):
     """The microbatches' trees, each with tensors of its own. The first one that is asked for is made by itself, so that
     the pipeline need not wait for the others; they are made when the second one is asked for."""
 
     def __init__(
-        self, leaves: Sequence[Leaf], rebuild: _Rebuild, cuts: Sequence[Sequence[int] | None], n_microbatches: int
+        self, leaves: Sequence[Leaf], rebuild: Rebuild, cuts: Sequence[Sequence[int] | None], n_microbatches: int
     ) -> None:
         self._leaves = leaves
         self._rebuild = rebuild
