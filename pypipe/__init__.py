@@ -21,7 +21,7 @@ from pypipe.errors import (
 
 if TYPE_CHECKING:
     from pypipe.program import ProgramError
-    from pypipe.runtime.microbatches import Reduce, Replicate, TensorChunkSpec
+    from pypipe.runtime.chunk_specs import Reduce, Replicate, TensorChunkSpec
     from pypipe.schedule import Schedule
     from pypipe.schedules import (
         Schedule1F1B,
@@ -79,8 +79,8 @@ __all__ = [
 _HOMES = {
     "PipelineStage": "pypipe.stage",
     "ProgramError": "pypipe.program",
-    "Reduce": "pypipe.runtime.microbatches",
-    "Replicate": "pypipe.runtime.microbatches",
+    "Reduce": "pypipe.runtime.chunk_specs",
+    "Replicate": "pypipe.runtime.chunk_specs",
     "Schedule": "pypipe.schedule",
     "Schedule1F1B": "pypipe.schedules",
     "ScheduleAuto": "pypipe.schedules",
@@ -95,7 +95,7 @@ _HOMES = {
     "ScheduleZBH1": "pypipe.schedules",
     "ScheduleZBH2": "pypipe.schedules",
     "ScheduleZBVZeroBubble": "pypipe.schedules",
-    "TensorChunkSpec": "pypipe.runtime.microbatches",
+    "TensorChunkSpec": "pypipe.runtime.chunk_specs",
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib.metadata
+import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -42,11 +43,18 @@ class Schedule:
             leaves on the output, by output.backward(gradient) or as output.grad, is weighted and goes on into the
             stage. None: step() runs forward only. Give it on every rank or on none.
         args_chunk_spec, kwargs_chunk_spec: how arguments are cut: TensorChunkSpec(dim) or Replicate(), nested as the
-            arguments are. Default: every tensor along dimension 0, anything else to every microbatch.
+            arguments are (for a dataclass or a NamedTuple, a dict by field). Default: every tensor along dimension 0,
+            also within containers, NamedTuples and dataclasses; a nested tensor by its components, a BlockMask by its
+            rows; anything else to every microbatch. All have one length, the batch's; only a tensor with a
+            TensorChunkSpec for itself alone may have another: it is cut by itself, for example M rows into one for
+            each microbatch. An object that holds tensors and is none of these is refused, unless it has Replicate().
         output_merge_spec: how the last stage's outputs are joined: TensorChunkSpec(dim), Replicate() or Reduce(...),
             nested as the output is. Default: tensors along dimension 0.
         scale_grads: True: gradients are those of the mean over the whole batch, for a loss_fn that takes the mean over
             its microbatch, each microbatch weighted by its share of the rows. False: plain sums over microbatches.
+        target_chunk_spec: how the target is cut, nested as it is. Default: along dimension 0; a flattened one, whose
+            length is a multiple of the batch's, in proportion. Where arguments are cut along another dimension it is
+            needed, unless the target has the batch's length along dimension 0 and no other that may be meant.
         timeout: seconds (or a timedelta) that a rank waits for another one before it raises PipelineTimeout.
         check: "nan" looks through what every action makes and raises NonFiniteError at the first NaN or infinity;
             "checksum" sends checksums along and raises CorruptionError where a message changed on its way (not over
@@ -69,6 +77,7 @@ class Schedule:
         output_merge_spec: Any = None,
         scale_grads: bool = True,
         *,
+        target_chunk_spec: Any = None,
         timeout: float | datetime.timedelta = 600.0,
         check: str | Sequence[str] | None = None,
         **options: Any,
@@ -114,7 +123,9 @@ class Schedule:
             n_microbatches=n_microbatches,
             loss=loss_fn,
             scale_grads=bool(scale_grads),
-            specs=ChunkSpecs(args_chunk_spec, kwargs_chunk_spec, output_merge_spec),
+            specs=ChunkSpecs(
+                args_chunk_spec, kwargs_chunk_spec, output_merge_spec, target_chunk_spec, _argument_names(given)
+            ),
             timeout=seconds,
             checks=checks,
             get_mesh=[stage.get_mesh for stage in given],
@@ -127,6 +138,15 @@ class Schedule:
         if type(self) is not Schedule:
             return type(self).__name__
         return f"Schedule({program.name if isinstance(program, Program) else os.path.basename(program)})"
+
+    def __repr__(self) -> str:
+        """Where it runs, how it cuts batches, and what it cut the first one along."""
+        settings = self._settings
+        cut = self._pipeline.first_batch
+        return (
+            f"{settings.card['schedule']}({settings.where}, n_microbatches={settings.n_microbatches}"
+            f"{settings.specs.describe()})" + (f", which cut {cut}" if cut else "")
+        )
 
     @property
     def program(self) -> Program:
@@ -261,6 +281,19 @@ def _listed(stages: Any) -> list[PipelineStage]:
         what = f"a list with a {wrong[0]}" if wrong else "an empty list"
     world = right[0].world if right else find_world()
     raise _refused(world, f"rank {world.rank}: a schedule takes this rank's PipelineStage objects, not {what}")
+
+
+def _argument_names(given: Sequence[PipelineStage]) -> tuple[str, ...]:
+    """What the model's first stage calls its positional arguments, where this rank has it."""
+    for stage in given:
+        if stage.stage_index == 0:
+            try:
+                parameters = inspect.signature(stage.submod.forward).parameters.values()
+            except (TypeError, ValueError):  # not written in Python
+                return ()
+            kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
+    return ()
 
 
 def _refused(world: World, problem: str) -> ConfigurationError:

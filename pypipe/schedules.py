@@ -47,11 +47,13 @@ class _Single(Schedule):
         output_merge_spec: Any = None,
         scale_grads: bool = True,
         *,
+        target_chunk_spec: Any = None,
         timeout: float | datetime.timedelta = 600.0,
         check: str | Sequence[str] | None = None,
     ) -> None:
         specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
-        super().__init__(self._name, stage, n_microbatches, loss_fn, *specs, scale_grads, timeout=timeout, check=check)
+        more: dict[str, Any] = {"target_chunk_spec": target_chunk_spec, "timeout": timeout, "check": check}
+        super().__init__(self._name, stage, n_microbatches, loss_fn, *specs, scale_grads, **more)
 
 
 class _Multi(Schedule):
@@ -75,11 +77,13 @@ class _Multi(Schedule):
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
         *,
+        target_chunk_spec: Any = None,
         timeout: float | datetime.timedelta = 600.0,
         check: str | Sequence[str] | None = None,
     ) -> None:
         specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
-        super().__init__(self._name, stages, n_microbatches, loss_fn, *specs, scale_grads, timeout=timeout, check=check)
+        more: dict[str, Any] = {"target_chunk_spec": target_chunk_spec, "timeout": timeout, "check": check}
+        super().__init__(self._name, stages, n_microbatches, loss_fn, *specs, scale_grads, **more)
 
 
 class ScheduleGPipe(_Single):
@@ -154,11 +158,13 @@ class ScheduleLoopedBFS(_Multi):
         *,
         args_chunk_spec: Any = None,
         kwargs_chunk_spec: Any = None,
+        target_chunk_spec: Any = None,
         timeout: float | datetime.timedelta = 600.0,
         check: str | Sequence[str] | None = None,
     ) -> None:
         specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
-        super().__init__(stages, n_microbatches, loss_fn, *specs, scale_grads, timeout=timeout, check=check)
+        more: dict[str, Any] = {"target_chunk_spec": target_chunk_spec, "timeout": timeout, "check": check}
+        super().__init__(stages, n_microbatches, loss_fn, *specs, scale_grads, **more)
 
 
 class ScheduleZBVZeroBubble(_Multi):
@@ -227,6 +233,7 @@ class ScheduleAuto(Schedule):
         output_merge_spec: Any = None,
         scale_grads: bool = True,
         *,
+        target_chunk_spec: Any = None,
         timeout: float | datetime.timedelta = 600.0,
         **times: Any,
     ) -> None:
@@ -236,7 +243,8 @@ class ScheduleAuto(Schedule):
             ranks = range(given[0].world.size)
             if given[0].num_stages == 2 * len(ranks):
                 times["placement"] = [*ranks, *reversed(ranks)]
-        super().__init__("auto", stages, n_microbatches, loss_fn, *specs, scale_grads, timeout=timeout, **times)
+        times |= {"target_chunk_spec": target_chunk_spec, "timeout": timeout}
+        super().__init__("auto", stages, n_microbatches, loss_fn, *specs, scale_grads, **times)
 
 
 def _complete_docstrings() -> None:

@@ -125,6 +125,9 @@ CALLED_WRONGLY = [
     ("output_merge_spec_that_fits_nothing", 2, "InputError", ["output_merge_spec", "Tensor"], "nested as the output"),
     ("args_chunk_spec_that_is_none", 0, "InputError", ["'rows'"], "TensorChunkSpec"),
     ("kwargs_chunk_spec_for_an_unknown_name", 1, "InputError", ["fctr"], "no such argument"),
+    ("kwargs_that_hold_tensors_and_cannot_be_cut", 1, "InputError", ["kwargs['factor']", "factor'].x"], "Replicate()"),
+    ("target_without_a_spec_where_arguments_have_one", 2, "InputError", ["target", "8 rows"], "target_chunk_spec="),
+    ("offsets_of_packed_sequences", 0, "InputError", ["cu_seqlens", "4 numbers"], "one row for each microbatch"),
 ]
 
 

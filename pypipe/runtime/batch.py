@@ -2,24 +2,51 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from pypipe.runtime.backward import run_backward
-from pypipe.runtime.microbatches import Cuttable, Pieces, sizes
+from pypipe.runtime.chunk_specs import other_dimensions
+from pypipe.runtime.microbatches import Cuttable, Origin, Pieces, sizes
 
 __all__ = ["Batch", "ChunkSpecs", "Share"]
 
 
 @dataclass(frozen=True)
 class ChunkSpecs:
-    """How a schedule cuts arguments and joins outputs; None: along dimension 0."""
+    """How a schedule cuts arguments and target and joins outputs; None: along dimension 0.
+
+    Attributes:
+        names: what the first stage calls its positional arguments, where it is known.
+        others: the dimensions other than 0 that arguments are cut along. The rank that has the target need not have
+            the arguments; their chunk specs it has.
+    """
 
     args: Any = None
     kwargs: Any = None
     output: Any = None
+    target: Any = None
+    names: Sequence[str] = ()
+    others: tuple[int, ...] = field(init=False)
+    origins: tuple[Origin, Origin, Origin] = field(init=False)
+
+    def __post_init__(self) -> None:
+        origins = (Origin("args", self.names), Origin("kwargs"), Origin("target"))
+        object.__setattr__(self, "origins", origins)
+        object.__setattr__(self, "others", other_dimensions(self.args, self.kwargs))
+
+    def describe(self) -> str:
+        """Those that are given, as the schedule's arguments are."""
+        given = {
+            "args_chunk_spec": self.args,
+            "kwargs_chunk_spec": self.kwargs,
+            "target_chunk_spec": self.target,
+            "output_merge_spec": self.output,
+        }
+        return "".join(f", {name}={value!r}" for name, value in given.items() if value is not None)
 
 
 class Share(NamedTuple):
@@ -71,9 +98,11 @@ class Batch:
     ) -> None:
         self.merge_spec = specs.output
         self._n_microbatches = n_microbatches
-        self._args = Cuttable(args if first else (), specs.args if first else None, "args")
-        self._kwargs = Cuttable(kwargs, specs.kwargs, "kwargs") if kwargs else None
-        self._target = Cuttable(target, None, "target")
+        self._others = specs.others
+        of_args, of_kwargs, of_target = specs.origins
+        self._args = Cuttable(args if first else (), specs.args if first else None, of_args)
+        self._kwargs = Cuttable(kwargs, specs.kwargs, of_kwargs) if kwargs else None
+        self._target = Cuttable(target, specs.target if target is not None else None, of_target)
         self._entrances: list[_Entrance] = []
         if training:
             for each in (self._args, self._kwargs, self._target):
@@ -84,7 +113,7 @@ class Batch:
         self._target_pieces: Pieces | None = None
         self.rows = 0
         if first:
-            self.rows = self._args.rows(beside=self._kwargs)
+            self.rows = self._args.rows(n_microbatches, beside=self._kwargs)
             self._arg_pieces = self._args.pieces(n_microbatches, batch_rows=self.rows)
             self._sizes = sizes(self.rows, n_microbatches)
 
@@ -115,17 +144,25 @@ class Batch:
         return kwargs
 
     def target(self, microbatch: int, share: Share) -> Any:
-        """This microbatch's target. One that is a multiple of the batch's length is cut in proportion."""
+        """This microbatch's target. One that is a multiple of the batch's length is cut in proportion, unless the
+        arguments are cut along another dimension."""
         if self._target_pieces is None:
-            self._target_pieces = self._target.pieces(self._n_microbatches, batch_rows=share.batch_rows, scaled=True)
+            self._target_pieces = self._target.pieces(
+                self._n_microbatches, batch_rows=share.batch_rows, scaled=True, others=self._others
+            )
         return self._target_pieces[microbatch]
 
     def weight(self, microbatch: int, share: Share) -> float:
         """This microbatch's share of a mean over the whole batch."""
         if share.batch_rows:
             return share.rows / share.batch_rows
-        rows = self._target.rows()
+        rows = self._target.rows(self._n_microbatches)
         return sizes(rows, self._n_microbatches)[microbatch] / rows if rows else 1 / self._n_microbatches
+
+    def describe(self) -> str:
+        """What this rank was given that is cut, and along which dimension."""
+        trees = (self._args, self._kwargs, self._target)
+        return ", ".join(text for tree in trees if tree is not None and (text := tree.describe()))
 
     @property
     def leaves(self) -> list[Tensor]:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from pypipe.program import Kind
 from pypipe.runtime.backward import gradient_edge, run_backward
@@ -25,8 +24,9 @@ from pypipe.runtime.deferred_hooks import DeferredHooks
 from pypipe.runtime.loans import GradientLoans, Loan
 from pypipe.runtime.local import Handed, LocalChannel
 from pypipe.runtime.losses import Losses
-from pypipe.runtime.microbatches import require_mergeable
+from pypipe.runtime.merging import require_mergeable
 from pypipe.runtime.split import SplitBackward, WeightWork
+from pypipe.runtime.structure import map_tensors
 from pypipe.runtime.wrapped import Meshes
 
 __all__ = ["StageExecution"]
@@ -375,7 +375,7 @@ def _nothing() -> None:
 def _detached(tree: Any) -> Any:
     if isinstance(tree, Tensor):
         return tree.detach()
-    return pytree.tree_map_only(Tensor, Tensor.detach, tree)
+    return map_tensors(tree, Tensor.detach)
 
 
 def _owned(gradients: list[Tensor | None], *lenders: Received | Handed | Loan | None) -> list[Tensor | None]:
@@ -394,9 +394,9 @@ def _kept(tree: Any, *lenders: Received | Handed | Loan | None) -> Any:
     """`tree`, with copies of the tensors whose memory is only lent, and about to be given back."""
 
     def kept(tensor: Tensor) -> Tensor:
-        lent = any(lender is not None and lender.holds(tensor) for lender in lenders)
+        lent = any(lender is not None and (tensor.is_nested or lender.holds(tensor)) for lender in lenders)
         return tensor.detach().clone() if lent else tensor
 
     if isinstance(tree, Tensor):
         return kept(tree)
-    return pytree.tree_map_only(Tensor, kept, tree)
+    return map_tensors(tree, kept)

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from pypipe.errors import InputError
 from pypipe.runtime.backward import enter, gradient_edge, run_backward
+from pypipe.runtime.structure import map_tensors
 
 __all__ = ["Losses"]
 
@@ -169,7 +169,7 @@ def _cut(output: Any, cuts: list[_Cut]) -> Any:
             cuts.append(made[id(tensor)])
         return made[id(tensor)].inside
 
-    return pytree.tree_map_only(Tensor, cut, output)
+    return map_tensors(output, cut)
 
 
 def _tell_what_is_not_weighted(where: str) -> None:

@@ -1,4 +1,4 @@
-"""Cutting a batch into microbatches, and putting outputs together again.
+"""Cutting a batch into microbatches.
 
 Sizes are those of torch.tensor_split: a batch of N rows makes M microbatches of N // M rows, the first N % M of them
 one row longer.
@@ -6,63 +6,19 @@ one row longer.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from pypipe.errors import InputError
-from pypipe.runtime.backward import enter
+from pypipe.runtime import offsets
+from pypipe.runtime.flattening import Rebuild, flatten
+from pypipe.runtime.leaves import Leaf, TensorLeaf
+from pypipe.runtime.structure import path_keys, path_text
 
-__all__ = ["Cuttable", "Pieces", "Reduce", "Replicate", "TensorChunkSpec", "merge", "require_mergeable", "sizes"]
-
-
-class TensorChunkSpec:
-    """Cut a tensor (or join outputs) along one dimension.
-
-    Args:
-        split_dim: the dimension; negative ones count from the end.
-    """
-
-    def __init__(self, split_dim: int) -> None:
-        self.split_dim = split_dim
-
-    def __repr__(self) -> str:
-        return f"TensorChunkSpec({self.split_dim})"
-
-    @staticmethod
-    def from_tuple(chunk_dims: tuple[int, ...]) -> tuple[TensorChunkSpec, ...]:
-        """One spec for each positional argument."""
-        return tuple(TensorChunkSpec(dim) for dim in chunk_dims)
-
-    @staticmethod
-    def from_dict(chunk_dims: dict[str, int]) -> dict[str, TensorChunkSpec]:
-        """One spec for each keyword argument."""
-        return {name: TensorChunkSpec(dim) for name, dim in chunk_dims.items()}
-
-
-class Replicate:
-    """Give every microbatch the whole value; of outputs, take the last microbatch's."""
-
-    def __repr__(self) -> str:
-        return "Replicate()"
-
-
-class Reduce:
-    """Join outputs by folding them, microbatch by microbatch.
-
-    Args:
-        init_value: what to start from.
-        reduce_fn: called with what there is so far and the next microbatch's value.
-    """
-
-    def __init__(self, init_value: Any, reduce_fn: Callable[[Any, Any], Any]) -> None:
-        self.init_value = init_value
-        self.reduce_fn = reduce_fn
+__all__ = ["Cuttable", "Origin", "Pieces", "sizes"]
 
 
 def sizes(rows: int, n_microbatches: int) -> list[int]:
@@ -71,330 +27,276 @@ def sizes(rows: int, n_microbatches: int) -> list[int]:
     return [share + 1] * longer + [share] * (n_microbatches - longer)
 
 
-class _Leaf:
-    """One value of a tree that is to be cut: the dimension, or None where every microbatch gets all of it."""
+@dataclass(frozen=True)
+class Origin:
+    """Which argument of step() a tree is, and what is known of all batches' trees.
 
-    __slots__ = ("dim", "value")
+    Args:
+        name: how messages call the tree.
+        names: what its items are called, where they have names: the first stage's positional arguments.
+        harmless: paths of tensors that are called as offsets are and were found to hold none. Values are read once.
+    """
 
-    def __init__(self, value: Any, dim: int | None) -> None:
-        self.value = value
-        self.dim = dim
+    name: str
+    names: Sequence[str] = ()
+    harmless: set[str] = field(default_factory=set)
 
     @property
-    def rows(self) -> int:
-        assert self.dim is not None
-        return int(self.value.shape[self.dim])
-
-
-def _is_replicate(spec: Any) -> bool:
-    # torch.distributed.pipelining's own class is private, but scripts that use it should keep working.
-    # They give the class as well as an object of it.
-    kind = spec if isinstance(spec, type) else type(spec)
-    return issubclass(kind, Replicate) or kind.__name__ == "_Replicate"
-
-
-def _dimension(spec: Any, tensor: Tensor, path: Callable[[], str]) -> int | None:
-    if spec is None:
-        return 0 if tensor.dim() > 0 else None
-    if _is_replicate(spec):
-        return None
-    dim = spec if isinstance(spec, int) else getattr(spec, "split_dim", None)
-    if not isinstance(dim, int):
-        raise InputError(f"the chunk spec of {path()} is {spec!r}: use TensorChunkSpec(dim), Replicate() or None")
-    if not -tensor.dim() <= dim < tensor.dim():
-        raise InputError(
-            f"{path()} has {tensor.dim()} dimensions (shape {tuple(tensor.shape)}), so it cannot be cut along "
-            f"dimension {dim}: change its chunk spec"
-        )
-    return dim % tensor.dim()
-
-
-def _is_chunk_spec(spec: Any) -> bool:
-    """Whether it is one spec, and no tree of them; None and a number say a dimension."""
-    return spec is None or isinstance(spec, int) or hasattr(spec, "split_dim") or _is_replicate(spec)
-
-
-def _broadcast(spec: Any, tree: Any, path: str) -> list[Any]:
-    """One spec for each leaf of `tree`."""
-    if _is_chunk_spec(spec):
-        return [spec] * len(pytree.tree_leaves(tree))
-    if isinstance(tree, dict) and isinstance(spec, dict):
-        unknown = [key for key in spec if key not in tree]
-        if unknown:
-            raise InputError(f"there is a chunk spec for {path}[{unknown[0]!r}], but no such argument was given")
-        return [leaf for key in tree for leaf in _broadcast(spec.get(key), tree[key], f"{path}[{key!r}]")]
-    if isinstance(tree, (tuple, list)) and isinstance(spec, (tuple, list)):
-        if len(spec) != len(tree):
-            raise InputError(f"there are {len(spec)} chunk specs for {path}, which has {len(tree)} values")
-        return [
-            leaf
-            for i, (part, value) in enumerate(zip(spec, tree, strict=True))
-            for leaf in _broadcast(part, value, f"{path}[{i}]")
-        ]
-    raise InputError(
-        f"the chunk spec {spec!r} does not fit {path}, a {type(tree).__name__}: use TensorChunkSpec(dim), Replicate() "
-        "or None, nested as the arguments are"
-    )
-
-
-_Rebuild = Callable[[list[Any]], Any]
-
-
-def _flatten(tree: Any) -> tuple[list[Any], _Rebuild]:
-    """A tree's leaves, and what makes a tree like it of other leaves.
-
-    The first forward waits for this: what most batches are, a tensor or a tuple of tensors, takes one look here, where
-    pytree takes dozens of calls.
-    """
-    if tree is None or isinstance(tree, Tensor):
-        return [tree], _only
-    if type(tree) is tuple and all(isinstance(value, Tensor) for value in tree):
-        return list(tree), tuple
-    values, structure = pytree.tree_flatten(tree)
-    return values, structure.unflatten
-
-
-def _only(values: list[Any]) -> Any:
-    (value,) = values
-    return value
+    def spec_argument(self) -> str:
+        """The schedule's argument that its chunk specs are given in."""
+        return f"{self.name}_chunk_spec"
 
 
 class Cuttable:
     """A tree of tensors and other values, of which tensors are cut into microbatches and the rest is given to all.
 
+    A leaf that has a chunk spec for itself alone is cut by itself, whatever its length: one row a microbatch, as many
+    as the batch has, a multiple of that (cut in proportion), or any other number (as tensor_split cuts it). All others
+    have one length, the batch's.
+
     Args:
         tree: arguments, keyword arguments or a target, of any nesting.
         spec: chunk specs of the same nesting, or a prefix of it, or None (dimension 0).
-        name: how messages call it.
+        origin: which tree it is, or only its name.
 
     Raises:
-        InputError: a spec does not fit.
+        InputError: a spec does not fit, or an object holds tensors and cannot be cut.
     """
 
-    def __init__(self, tree: Any, spec: Any, name: str) -> None:
-        self.name = name
-        self._tree = tree
-        values, self._rebuild = _flatten(tree)
-        specs = [spec] * len(values) if _is_chunk_spec(spec) else _broadcast(spec, tree, name)
-        self._leaves = [
-            _Leaf(value, _dimension(its_spec, value, partial(self._path, i)) if isinstance(value, Tensor) else None)
-            for i, (value, its_spec) in enumerate(zip(values, specs, strict=True))
-        ]
+    def __init__(self, tree: Any, spec: Any, origin: Origin | str) -> None:
+        self._origin = Origin(origin) if isinstance(origin, str) else origin
+        self._leaves, self._rebuild = flatten(tree, spec, self._origin.name)
 
-    def _path(self, leaf: int) -> str:
-        return self.name + pytree.keystr(pytree.tree_flatten_with_path(self._tree)[0][leaf][0])
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+        return self._origin.name
 
     def replace(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Puts `function(tensor)`, of the same shape, in each tensor's place."""
+        """Puts `function(tensor)`, of the same shape, in each tensor's place, where gradients will gather.
+
+        Raises:
+            InputError: a nested tensor requires a gradient.
+        """
         for leaf in self._leaves:
             if isinstance(leaf.value, Tensor):
+                if leaf.value.is_nested and leaf.value.requires_grad:  # torch cannot add to its `.grad`
+                    raise InputError(
+                        f"{leaf.text()} requires a gradient, which torch cannot add up over microbatches for nested "
+                        "tensors: give its values and offsets as two tensors, or detach() it"
+                    )
                 leaf.value = function(leaf.value)
 
-    def rows(self, beside: Cuttable | None = None) -> int:
-        """The length of every tensor along the dimension that it is cut along; 0 where none is cut.
+    def _reference(self, leaves: Iterable[Leaf], n_microbatches: int) -> Leaf | None:
+        """The leaf whose length is the batch's; None where none is cut.
+
+        It is the first that is no odd one: what has a spec of its own along dimension 0 was given it for its length,
+        and what has just M rows, by a spec of its own, has one for each microbatch.
+        """
+        cut = [leaf for leaf in leaves if leaf.dim is not None]
+        likely = [leaf for leaf in cut if not (leaf.own and leaf.rows == n_microbatches)]
+        for leaf in likely:
+            if not leaf.own or leaf.dim != 0:
+                return leaf
+        return next(iter(likely or cut), None)
+
+    def rows(self, n_microbatches: int = 0, beside: Cuttable | None = None) -> int:
+        """The batch's length, which every leaf without a spec of its own has; 0 where none is cut.
 
         Args:
-            beside: another tree, whose tensors have the same length.
+            n_microbatches: M.
+            beside: another tree of the same batch.
 
         Raises:
             InputError: lengths differ.
         """
-        rows = 0
-        first: tuple[Cuttable, int] | None = None
-        for tree in (self,) if beside is None else (self, beside):
-            for i, leaf in enumerate(tree._leaves):
-                if leaf.dim is None:
-                    continue
-                if first is not None and leaf.rows != rows:
-                    raise _differing(*first, tree, i)
-                rows, first = leaf.rows, first or (tree, i)
+        if len(self._leaves) == 1 and beside is None:
+            leaf = self._leaves[0]
+            return 0 if leaf.dim is None else leaf.rows
+        trees = (self,) if beside is None else (self, beside)
+        leaves = [leaf for tree in trees for leaf in tree._leaves]
+        first = self._reference(leaves, n_microbatches)
+        if first is None:
+            return 0
+        rows = first.rows
+        owner = next(tree for tree in trees if any(leaf is first for leaf in tree._leaves))
+        for tree in trees:
+            for leaf in tree._leaves:
+                if leaf.dim is not None and not leaf.own and leaf.rows != rows:
+                    raise owner._differing(first, leaf, tree)
         return rows
 
-    def pieces(self, n_microbatches: int, *, batch_rows: int = 0, scaled: bool = False) -> Pieces:
+    def pieces(
+        self, n_microbatches: int, *, batch_rows: int = 0, scaled: bool = False, others: Sequence[int] = ()
+    ) -> Pieces:
         """One tree for each microbatch.
 
         Args:
             n_microbatches: M.
             batch_rows: rows of the batch where the first stage has told; 0: the tree's own length counts.
             scaled: whether a length that is a multiple of `batch_rows` is cut in proportion (a flattened target).
+            others: the dimensions other than 0 that the batch's arguments are cut along. With one, it is no longer
+                plain which rows a tensor without a chunk spec has in dimension 0: none is cut in proportion.
 
         Raises:
-            InputError: fewer rows than microbatches, or lengths that differ.
+            InputError: fewer rows than microbatches, lengths that differ, or cumulative offsets.
         """
-        rows = self.rows()
-        if not any(leaf.dim is not None for leaf in self._leaves):
-            return Pieces(self._leaves, self._rebuild, [0] * n_microbatches)
-        batch_rows = batch_rows or rows
+        if not batch_rows:
+            batch_rows, others = self.rows(n_microbatches), ()
+        if not batch_rows and not any(leaf.dim is not None for leaf in self._leaves):
+            return Pieces(self._leaves, self._rebuild, [None] * len(self._leaves), n_microbatches)
+        first: Leaf | None = None
+        common: list[int] = []
+        cuts: list[Sequence[int] | None] = []
+        for leaf in self._leaves:
+            if leaf.dim is None:
+                cuts.append(sizes(batch_rows, n_microbatches) if leaf.follows and n_microbatches > 1 else None)
+                continue
+            if leaf.own:
+                cuts.append(self._cuts_of_its_own(leaf, n_microbatches, batch_rows))
+                continue
+            if others and not leaf.given:
+                self._require_rows_in_front(leaf, batch_rows, others)
+            if first is None:
+                first, common = leaf, self._common_cuts(leaf, n_microbatches, batch_rows, scaled)
+            elif leaf.rows != first.rows:
+                raise self._differing(first, leaf)
+            if n_microbatches > 1 and isinstance(leaf, TensorLeaf) and offsets.may_be_offsets(leaf.value):
+                self._refuse_offsets(leaf)
+            cuts.append(common)
+        return Pieces(self._leaves, self._rebuild, cuts, n_microbatches)
+
+    def _common_cuts(self, leaf: Leaf, n_microbatches: int, batch_rows: int, scaled: bool) -> list[int]:
+        rows = leaf.rows
         if rows != batch_rows and not (scaled and batch_rows and rows % batch_rows == 0 and rows > 0):
+            self._refuse_if_offsets(leaf, batch_rows)
             raise InputError(
-                f"{self.name} has {rows} rows, but the batch that the first stage got has {batch_rows}: give each rank "
-                "the same batch. A tensor that is not cut along the batch gets Replicate() in its chunk spec"
+                f"{leaf.text()} has {rows} rows, but the batch that the first stage got has {batch_rows}: give each "
+                f"rank the same batch. {self._other_dimension(leaf, batch_rows)}A tensor that is not cut along the "
+                f"batch gets Replicate() in {self._origin.spec_argument}"
             )
         if batch_rows < n_microbatches:
+            raise self._too_short(batch_rows, n_microbatches)
+        return [size * (rows // batch_rows) for size in sizes(batch_rows, n_microbatches)]
+
+    def _cuts_of_its_own(self, leaf: Leaf, n_microbatches: int, batch_rows: int) -> list[int]:
+        rows = leaf.rows
+        if rows < n_microbatches:
+            if rows == batch_rows:
+                raise self._too_short(rows, n_microbatches)
             raise InputError(
-                f"{self.name} has {batch_rows} rows, too few for {n_microbatches} microbatches: "
-                f"build the schedule with n_microbatches <= {max(batch_rows, 1)}, or give a larger batch"
+                f"{leaf.text()} has {rows} rows along dimension {leaf.dim}, which its chunk spec says to cut: too few "
+                f"for {n_microbatches} microbatches. Give it one for each, or Replicate() in "
+                f"{self._origin.spec_argument}"
             )
-        scale = rows // batch_rows
-        return Pieces(self._leaves, self._rebuild, [size * scale for size in sizes(batch_rows, n_microbatches)])
+        if batch_rows >= n_microbatches and rows % batch_rows == 0:
+            return [size * (rows // batch_rows) for size in sizes(batch_rows, n_microbatches)]
+        return sizes(rows, n_microbatches)
 
+    def _too_short(self, rows: int, n_microbatches: int) -> InputError:
+        return InputError(
+            f"{self.name} has {rows} rows, too few for {n_microbatches} microbatches: build the schedule with "
+            f"n_microbatches <= {max(rows, 1)}, or give a larger batch"
+        )
 
-def _differing(tree: Cuttable, i: int, other: Cuttable, j: int) -> InputError:
-    a, b = tree._leaves[i], other._leaves[j]
-    return InputError(
-        f"{tree._path(i)} has {a.rows} rows (shape {tuple(a.value.shape)}), {other._path(j)} has {b.rows} "
-        f"(shape {tuple(b.value.shape)}): tensors of one batch have one length. One that is not cut "
-        "along the batch gets Replicate() in args_chunk_spec or kwargs_chunk_spec"
-    )
+    def _require_rows_in_front(self, leaf: Leaf, batch_rows: int, others: Sequence[int]) -> None:
+        """Raises InputError where dimension 0 may be another one than the batch's.
+
+        A target of [sequence, batch] may be a multiple of the batch long, or even exactly as long, by accident.
+        Whether it is, its shape cannot tell where the dimension that the arguments are cut along fits as well.
+        """
+        fitting = [dim for dim in others if leaf.length(dim) == batch_rows]
+        if leaf.rows == batch_rows and not fitting:
+            return
+        along = " and ".join(str(dim) for dim in others)
+        raise InputError(
+            f"{leaf.text()} has {leaf.rows} rows along dimension 0, for a batch of {batch_rows} whose arguments are "
+            f"cut along dimension {along}: say which dimension is cut, with {self._origin.spec_argument}="
+            f"TensorChunkSpec({fitting[0] if fitting else 'dim'}), nested as the {self.name} is"
+        )
+
+    def _refuse_offsets(self, leaf: Leaf) -> None:
+        """Raises InputError for what is called, and looks, as cumulative offsets do.
+
+        There may be as many of them as the batch has rows: cut as rows, they would be silently wrong.
+        """
+        where = path_text(leaf.path)
+        if where in self._origin.harmless:
+            return
+        keys, names = path_keys(leaf.path), self._origin.names
+        if names and isinstance(keys[0], int) and keys[0] < len(names):
+            keys[0] = names[keys[0]]
+        if any(offsets.names_offsets(str(key)) for key in keys):
+            self._refuse_if_offsets(leaf, leaf.rows)
+        self._origin.harmless.add(where)
+
+    def _refuse_if_offsets(self, leaf: Leaf, batch_rows: int) -> None:
+        if not leaf.own and isinstance(leaf, TensorLeaf) and offsets.holds_offsets(leaf.value):
+            what = f"{path_text(leaf.path)} has {leaf.rows} numbers, for a batch of {batch_rows} rows"
+            raise InputError(offsets.advice(what, leaf.value, self._origin.spec_argument))
+
+    def _other_dimension(self, leaf: Leaf, rows: int) -> str:
+        for dim in range(leaf.value.dim() if isinstance(leaf, TensorLeaf) else 0):
+            if leaf.length(dim) == rows:
+                return (
+                    f"If {path_text(leaf.path)} is to be cut along its dimension {dim}, which has {rows}, give it "
+                    f"TensorChunkSpec({dim}) in {self._origin.spec_argument}. "
+                )
+        return ""
+
+    def _differing(self, reference: Leaf, leaf: Leaf, beside: Cuttable | None = None) -> InputError:
+        """The error for a leaf that is not as long as the batch. `beside`: the tree that it is of, if not of this."""
+        tree = beside or self
+        tree._refuse_if_offsets(leaf, reference.rows)
+        self._refuse_if_offsets(reference, leaf.rows)
+        arguments = dict.fromkeys([self._origin.spec_argument, tree._origin.spec_argument])
+        return InputError(
+            f"{reference.text()} has {reference.rows} rows, {leaf.text()} has {leaf.rows}: tensors of one batch have "
+            f"one length. {tree._other_dimension(leaf, reference.rows) or self._other_dimension(reference, leaf.rows)}"
+            f"One that is not cut along the batch gets Replicate() in {' or '.join(arguments)}"
+        )
+
+    def describe(self) -> str:
+        """What is cut along which dimension: `args[0] (shape (4, 8)) along dimension 0`."""
+        return ", ".join(f"{leaf.text()} along dimension {leaf.dim}" for leaf in self._leaves if leaf.dim is not None)
 
 
 class Pieces(Sequence[Any]):
     """The microbatches' trees, each with tensors of its own. The first one that is asked for is made by itself, so that
     the pipeline need not wait for the others; they are made when the second one is asked for."""
 
-    def __init__(self, leaves: Sequence[_Leaf], rebuild: _Rebuild, cuts: Sequence[int]) -> None:
+    def __init__(
+        self, leaves: Sequence[Leaf], rebuild: Rebuild, cuts: Sequence[Sequence[int] | None], n_microbatches: int
+    ) -> None:
         self._leaves = leaves
         self._rebuild = rebuild
         self._cuts = cuts
+        self._n_microbatches = n_microbatches
         self._first: tuple[int, Any] | None = None
         self._made: list[Any] | None = None
 
     def __len__(self) -> int:
-        return len(self._cuts)
+        return self._n_microbatches
 
     def __getitem__(self, microbatch: Any) -> Any:
         if self._made is not None:
             return self._made[microbatch]
-        microbatch = range(len(self._cuts))[microbatch]
+        count = self._n_microbatches
+        microbatch = range(count)[microbatch]
         if self._first is None:
-            start, size = sum(self._cuts[:microbatch]), self._cuts[microbatch]
-            cut = [leaf.value if leaf.dim is None else _cut(leaf.value, start, size, leaf.dim) for leaf in self._leaves]
+            cut = [
+                leaf.value if cuts is None else leaf.piece(sum(cuts[:microbatch]), cuts[microbatch])
+                for leaf, cuts in zip(self._leaves, self._cuts, strict=True)
+            ]
             self._first = microbatch, self._rebuild(cut)
         number, first = self._first
         if microbatch == number:
             return first
         columns = [
-            [leaf.value] * len(self._cuts) if leaf.dim is None else _cut_all(leaf.value, self._cuts, leaf.dim)
-            for leaf in self._leaves
+            [leaf.value] * count if cuts is None else leaf.pieces(cuts)
+            for leaf, cuts in zip(self._leaves, self._cuts, strict=True)
         ]
-        rows = zip(*columns, strict=True) if columns else [()] * len(self._cuts)
+        rows = zip(*columns, strict=True) if columns else [()] * count
         self._made = [self._rebuild(list(row)) for row in rows]
         self._made[number] = first
         return self._made[microbatch]
-
-
-def _cut(tensor: Tensor, start: int, size: int, dim: int) -> Tensor:
-    piece = tensor.narrow(dim, start, size)
-    return piece.data if _is_plain(tensor) else enter(piece)
-
-
-def _cut_all(tensor: Tensor, cuts: Sequence[int], dim: int) -> list[Tensor]:
-    if _is_plain(tensor):
-        return [piece.data for piece in torch.split(tensor, list(cuts), dim)]
-    # One by one: pieces that split() makes share one node, which backward may walk only once.
-    return [_cut(tensor, end - size, size, dim) for end, size in zip(itertools.accumulate(cuts), cuts, strict=True)]
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether `data` is what enter() makes of it, in a tenth of the time: it has no gradient and no ways of its own."""
-    return type(tensor) is Tensor and not tensor.requires_grad
-
-
-def merge(outputs: Sequence[Any], spec: Any) -> Any:
-    """Puts the outputs of all microbatches together: tensors along dimension 0, 0-d tensors into one vector.
-
-    Args:
-        outputs: one tree for each microbatch.
-        spec: a tree of TensorChunkSpec, Replicate or Reduce, of the outputs' nesting or a prefix of it, or None.
-
-    Raises:
-        InputError: the outputs' trees differ, or the spec does not fit.
-    """
-    flat = [pytree.tree_flatten(output) for output in outputs]
-    structure = flat[0][1]
-    for microbatch, (_, other) in enumerate(flat):
-        if other != structure:
-            raise InputError(
-                f"the outputs of microbatches 0 and {microbatch} differ in structure ({structure} and {other}), so "
-                "they cannot be merged: pass return_outputs=False and use the losses"
-            )
-    if isinstance(outputs[0], Tensor) and isinstance(spec, (tuple, list)) and len(spec) == 1:
-        # torch's classes treat one tensor as a tuple of one, and return it as one where the spec is one.
-        return (merge(outputs, spec[0]),)
-    specs = _broadcast_merge(spec, outputs[0])
-    columns = zip(*(values for values, _ in flat), strict=True)
-    merged = [_merge_leaf(list(column), its_spec) for column, its_spec in zip(columns, specs, strict=True)]
-    return pytree.tree_unflatten(merged, structure)
-
-
-def require_mergeable(output: Any, spec: Any) -> None:
-    """Whether one microbatch's output is such that merge() has a use for it, as far as one output can tell.
-
-    Raises:
-        InputError: the spec does not fit.
-    """
-    if isinstance(output, Tensor) and isinstance(spec, (tuple, list)) and len(spec) == 1:
-        spec = spec[0]
-    for value, its_spec in zip(pytree.tree_leaves(output), _broadcast_merge(spec, output), strict=True):
-        if isinstance(value, Tensor) and not hasattr(its_spec, "reduce_fn") and not _is_replicate(its_spec):
-            dim = _merge_dim(its_spec)
-            if value.dim() and not -value.dim() <= dim < value.dim():
-                raise InputError(
-                    f"a microbatch's output has the shape {tuple(value.shape)}, which cannot be joined along dimension "
-                    f"{dim}: pass an output_merge_spec that fits it, or return_outputs=False and use the losses"
-                )
-
-
-def _broadcast_merge(spec: Any, output: Any) -> list[Any]:
-    if hasattr(spec, "reduce_fn") or isinstance(spec, str):
-        return [spec] * len(pytree.tree_leaves(output))
-    if isinstance(output, dict) and isinstance(spec, dict):
-        unknown = [key for key in spec if key not in output]
-        if unknown:
-            raise InputError(f"there is a merge spec for ['{unknown[0]}'], but the output has no such value")
-        return [leaf for key in output for leaf in _broadcast_merge(spec.get(key), output[key])]
-    if isinstance(output, (tuple, list)) and isinstance(spec, (tuple, list)) and len(spec) == len(output):
-        return [leaf for part, value in zip(spec, output, strict=True) for leaf in _broadcast_merge(part, value)]
-    if _is_chunk_spec(spec):
-        return [spec] * len(pytree.tree_leaves(output))
-    if isinstance(output, (tuple, list)) and isinstance(spec, (tuple, list)):
-        raise InputError(f"output_merge_spec has {len(spec)} specs for an output of {len(output)} values")
-    raise InputError(
-        f"output_merge_spec has {spec!r} for an output that is a {type(output).__name__}: give a TensorChunkSpec(dim), "
-        "Replicate() or Reduce(...) for each of its tensors, nested as the output is, or None"
-    )
-
-
-def _merge_dim(spec: Any) -> int:
-    dim = 0 if spec is None else spec if isinstance(spec, int) else getattr(spec, "split_dim", None)
-    if not isinstance(dim, int):
-        raise InputError(f"the merge spec {spec!r} is none: use TensorChunkSpec(dim), Replicate(), Reduce(...) or None")
-    return dim
-
-
-def _merge_leaf(values: list[Any], spec: Any) -> Any:
-    if hasattr(spec, "reduce_fn"):
-        total = spec.init_value
-        for value in values:
-            total = spec.reduce_fn(total, value)
-        return total
-    if _is_replicate(spec):
-        return values[-1]
-    tensors = [isinstance(value, Tensor) for value in values]
-    if not any(tensors):
-        return values[-1]
-    if not all(tensors):
-        other = tensors.index(not tensors[0])
-        raise InputError(
-            f"the outputs of microbatches 0 and {other} differ ({type(values[0]).__name__} and "
-            f"{type(values[other]).__name__}), so they cannot be merged: pass return_outputs=False and use the losses"
-        )
-    dim = _merge_dim(spec)
-    try:
-        return torch.stack(values) if values[0].dim() == 0 else torch.cat(values, dim)
-    except (RuntimeError, IndexError) as error:
-        shapes = ", ".join(dict.fromkeys(str(tuple(value.shape)) for value in values))
-        raise InputError(
-            f"the microbatches' outputs, of shape {shapes}, cannot be joined along dimension {dim} ({error}): pass an "
-            "output_merge_spec that fits them, or return_outputs=False and use the losses"
-        ) from error

@@ -24,7 +24,7 @@ from pypipe.runtime.execution import StageExecution
 from pypipe.runtime.executor import Executor
 from pypipe.runtime.fitting import Fitted
 from pypipe.runtime.local import LocalChannel
-from pypipe.runtime.microbatches import merge
+from pypipe.runtime.merging import merge
 from pypipe.runtime.record import Recorder
 from pypipe.runtime.rendezvous import Card, refuse
 from pypipe.runtime.tracing import Trace
@@ -113,6 +113,8 @@ class Pipeline:
         self._closed = False
         self._trace: Trace | None = None
         self._n_traces = 0
+        self.first_batch: str | None = None
+        """What of the first batch was cut on this rank, along which dimension."""
         self.busy_seconds = 0.0
         self.step_seconds = 0.0
 
@@ -193,6 +195,8 @@ class Pipeline:
                 first=self._holds_first,
                 training=call.training,
             )
+            if self.first_batch is None:
+                self.first_batch = batch.describe()
             if copies is not None and call.training:
                 copies.begin()
             for stage in running.stages.values():

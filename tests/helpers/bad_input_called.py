@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import torch
@@ -160,6 +161,28 @@ def kwargs_chunk_spec_for_an_unknown_name(s: Setup) -> None:
         s.module = WithFactor()
         s.kwargs = {"factor": torch.ones(4, 1, dtype=torch.float64)}
         s.options["kwargs_chunk_spec"] = {"fctr": pypipe.TensorChunkSpec(0)}
+
+
+@case
+def kwargs_that_hold_tensors_and_cannot_be_cut(s: Setup) -> None:
+    if s.rank == 1:
+        s.module, s.kwargs = WithFactor(), {"factor": types.SimpleNamespace(x=torch.ones(4, dtype=torch.float64))}
+
+
+@case
+def target_without_a_spec_where_arguments_have_one(s: Setup) -> None:
+    s.options["args_chunk_spec"] = (pypipe.TensorChunkSpec(1),)
+    if s.first:
+        s.args = (s.args[0].T,)
+        s.module.register_forward_pre_hook(lambda _, args: (args[0].T,))
+    if s.last:
+        s.target = torch.cat([s.target, s.target])
+
+
+@case
+def offsets_of_packed_sequences(s: Setup) -> None:
+    if s.first:
+        s.module, s.kwargs = WithFactor(), {"factor": {"cu_seqlens": torch.arange(4, dtype=torch.int32)}}
 
 
 @case

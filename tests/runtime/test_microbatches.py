@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.distributed.pipelining import microbatch as peer
 
 from pypipe.errors import InputError
-from pypipe.runtime import microbatches
-from pypipe.runtime.microbatches import Cuttable, Reduce, Replicate, TensorChunkSpec
+from pypipe.runtime import merging, microbatches
+from pypipe.runtime.chunk_specs import Reduce, Replicate, TensorChunkSpec
+from pypipe.runtime.microbatches import Cuttable
 
 
 def same(a: Any, b: Any, where: str = "") -> None:
@@ -67,7 +68,7 @@ def test_a_tensor_is_cut_as_tensor_split_cuts_it_and_merge_restores_it(
     chunks = split(tensor, TensorChunkSpec(dim), count, "x")
     same(chunks, list(torch.tensor_split(tensor, count, dim)))
     assert length(tensor, TensorChunkSpec(dim), "x") == rows
-    same(microbatches.merge(chunks, TensorChunkSpec(dim)), tensor)
+    same(merging.merge(chunks, TensorChunkSpec(dim)), tensor)
 
 
 CASES: list[tuple[tuple[Any, ...], dict[str, Any], Any, Any]] = [
@@ -148,7 +149,7 @@ def test_named_tuples_keep_their_type() -> None:
     chunks = split((Pair(numbered(4), 1),), None, 2, "args")
     assert type(chunks[0][0]) is Pair
     same(chunks[1][0].x, numbered(4)[2:])
-    merged = microbatches.merge([Pair(numbered(2), numbered(2)), Pair(numbered(3), numbered(1))], None)
+    merged = merging.merge([Pair(numbered(2), numbered(2)), Pair(numbered(3), numbered(1))], None)
     assert type(merged) is Pair
     same(merged.x, torch.cat([numbered(2), numbered(3)]))
 
@@ -204,7 +205,9 @@ def test_a_piece_that_is_changed_in_place_leaves_the_other_pieces_backward_alone
         (lambda: split((numbered(3),), None, 4, "args"), ["args has 3 rows", "4 microbatches", "n_microbatches <= 3"]),
         (lambda: split((numbered(0),), None, 1, "args"), ["args has 0 rows", "larger batch"]),
         (
-            lambda: Cuttable((1, numbered(4, 2)), None, "args").rows(Cuttable({"mask": numbered(3)}, None, "kwargs")),
+            lambda: Cuttable((1, numbered(4, 2)), None, "args").rows(
+                beside=Cuttable({"mask": numbered(3)}, None, "kwargs")
+            ),
             ["args[1]", "4 rows", "(4, 2)", "kwargs['mask']", "3", "(3,)", "Replicate()", "kwargs_chunk_spec"],
         ),
         (
@@ -278,28 +281,28 @@ def test_outputs_are_joined_as_torch_pipelining_joins_them(case: str) -> None:
         case "replicate":
             chunks, spec = [(x, i) for i, x in enumerate(chunks)], (peer.TensorChunkSpec(0), peer._Replicate())
     if case == "replicate":  # torch takes the first one's value for granted; ours is the last one's
-        merged = microbatches.merge(chunks, spec)
+        merged = merging.merge(chunks, spec)
         same(merged, (torch.cat([a, b, c]), 2))
         return
-    same(microbatches.merge(chunks, spec), peer.merge_chunks(chunks, spec))
+    same(merging.merge(chunks, spec), peer.merge_chunks(chunks, spec))
 
 
 def test_the_own_reducer_folds_in_order() -> None:
-    merged = microbatches.merge(
+    merged = merging.merge(
         [(numbered(1), "a"), (numbered(2), "b"), (numbered(1), "c")], (None, Reduce("", operator.add))
     )
     assert merged[1] == "abc"
-    assert microbatches.merge([3, 4], Reduce(1, lambda a, b: a * 10 + b)) == 134
+    assert merging.merge([3, 4], Reduce(1, lambda a, b: a * 10 + b)) == 134
 
 
 def test_tensors_of_no_dimension_make_a_vector_and_other_values_are_the_last_ones() -> None:
-    merged = microbatches.merge([(torch.tensor(1.0), 5, None), (torch.tensor(2.0), 6, None)], None)
+    merged = merging.merge([(torch.tensor(1.0), 5, None), (torch.tensor(2.0), 6, None)], None)
     same(merged, (torch.tensor([1.0, 2.0]), 6, None))
 
 
 def test_a_spec_for_a_part_of_the_output_leaves_the_rest_at_dimension_0() -> None:
     chunks = [{"a": numbered(2, 1), "b": numbered(1, 2)}, {"a": numbered(1, 1), "b": numbered(1, 3)}]
-    merged = microbatches.merge(chunks, {"b": TensorChunkSpec(1)})
+    merged = merging.merge(chunks, {"b": TensorChunkSpec(1)})
     same(
         merged,
         {
@@ -311,7 +314,7 @@ def test_a_spec_for_a_part_of_the_output_leaves_the_rest_at_dimension_0() -> Non
 
 def test_a_tuple_of_one_spec_makes_a_tuple_of_an_output_that_is_one_tensor_as_in_torch() -> None:
     same(
-        microbatches.merge([numbered(1, 2), numbered(1, 3)], (TensorChunkSpec(1),)),
+        merging.merge([numbered(1, 2), numbered(1, 3)], (TensorChunkSpec(1),)),
         (torch.cat([numbered(1, 2), numbered(1, 3)], 1),),
     )
 
@@ -336,7 +339,7 @@ def test_outputs_that_cannot_be_joined_are_an_error_with_a_remedy(
     chunks: list[Any], spec: Any, words: list[str]
 ) -> None:
     with pytest.raises(InputError) as caught:
-        microbatches.merge(chunks, spec)
+        merging.merge(chunks, spec)
     for word in words:
         assert word in str(caught.value), f"{word!r} is not in {str(caught.value)!r}"
 
@@ -354,7 +357,7 @@ def test_a_merge_spec_that_fits_no_output_is_refused_with_the_first_one(
     output: Any, spec: Any, words: list[str]
 ) -> None:
     with pytest.raises(InputError) as caught:
-        microbatches.require_mergeable(output, spec)
+        merging.require_mergeable(output, spec)
     for word in words:
         assert word in str(caught.value), f"{word!r} is not in {str(caught.value)!r}"
 
@@ -365,10 +368,10 @@ def test_a_merge_spec_that_fits_no_output_is_refused_with_the_first_one(
         (numbered(2, 2), None),
         (numbered(2, 2), TensorChunkSpec(-1)),
         (numbered(2, 2), (TensorChunkSpec(1),)),
-        ((torch.tensor(1.0), {"a": numbered(2), "b": 3}), (None, {"a": microbatches.Replicate()})),
+        ((torch.tensor(1.0), {"a": numbered(2), "b": 3}), (None, {"a": Replicate()})),
         (torch.tensor(1.0), None),
     ],
 )
 def test_a_merge_spec_that_fits_is_let_be(output: Any, spec: Any) -> None:
-    microbatches.require_mergeable(output, spec)
-    microbatches.merge([output, output], spec)
+    merging.require_mergeable(output, spec)
+    merging.merge([output, output], spec)
