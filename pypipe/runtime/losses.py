@@ -38,12 +38,13 @@ class _Cut:
         self.edge = gradient_edge(tensor)
         self.leaf = tensor.detach().requires_grad_()
         self.inside = enter(self.leaf)  # what the loss function gets: it may change it in place
+        self.inside.retain_grad()  # else to look at its `.grad` is a warning
 
     def take(self) -> Tensor | None:
         """The gradient that has gathered, or that was put there as `.grad`."""
         gradient, self.leaf.grad = self.leaf.grad, None
         if gradient is None:
-            gradient = self.inside._grad  # `grad` warns of a tensor that is no leaf
+            gradient = self.inside.grad
         self.inside.grad = None
         if self.inside._version:  # else autograd would not see that what the stage has saved is changed
             torch.autograd.graph.increment_version(self.leaf)
