@@ -9,33 +9,49 @@ from data_parallel_cases import Case, train_many
 from rank_pool import RankPool
 
 SCHEDULES = [
-    *transparency.SINGLE,
-    "ScheduleInterleaved1F1B v=2",
-    "ScheduleInterleavedZeroBubble v=2",
+    "ScheduleGPipe",
+    "Schedule1F1B",
     "ScheduleLoopedBFS v=2",
+    "ScheduleInterleaved1F1B v=2",
+    "ScheduleZBH1",
+    "ScheduleZBH2",
+    "ScheduleInterleavedZeroBubble v=2",
     *transparency.V_SHAPED,
 ]
-DDP = [
-    "ddp",
+OTHERS = [
     "bucket_view",
+    "fsdp_nested",
     "static",
-    "static_unused",
     "find_unused",
+    "fsdp_inside",
     "hook",
     "replicate",
+    "fsdp_checkpoint",
+    "static_unused",
     "ddp_inside",
+    "fsdp_replicate",
     "ddp_checkpoint",
 ]
-FSDP = ["fsdp", "fsdp_nested", "fsdp_inside", "fsdp_replicate", "fsdp_checkpoint"]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("wrappers", [DDP, FSDP], ids=["ddp", "fsdp"])
-def test_replicated_stages_have_the_gradients_of_one_model(ranks: RankPool, wrappers: list[str], schedule: str) -> None:
-    # Three microbatches of 2, 2 and 1 rows; and four of one row, so that gradients are what has been received.
-    cases = [Case(schedule, wrapper, *((3, 5), (4, 4))[turn % 2]) for turn, wrapper in enumerate(wrappers)]
+def test_replicated_stages_have_the_gradients_of_one_model(ranks: RankPool, schedule: str) -> None:
+    # Every schedule with DDP and fully_shard, and with three of the other ways, in turn. Three microbatches of 2, 2 and
+    # 1 rows; or four of one row, so that gradients are what has been received.
+    turn = SCHEDULES.index(schedule)
+    others = [OTHERS[(3 * turn + i) % len(OTHERS)] for i in range(3)]
+    cases = [
+        Case(schedule, wrapper, *((3, 5), (4, 4))[(turn + i) % 2]) for i, wrapper in enumerate(["ddp", "fsdp", *others])
+    ]
     found = [text for texts in ranks.run(4, train_many, cases) for text in texts]
     assert not found, "\n".join(found)
+
+
+def test_each_way_is_tried_with_whole_backwards_and_with_split_ones() -> None:
+    for i, wrapper in enumerate(OTHERS):
+        turns = [turn for turn in range(len(SCHEDULES)) if (i - 3 * turn) % len(OTHERS) < 3]
+        split = {turn >= SCHEDULES.index("ScheduleZBH1") for turn in turns}
+        assert split == {True, False}, wrapper
 
 
 def test_hybrid_sharding(ranks: RankPool) -> None:
