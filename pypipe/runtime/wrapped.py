@@ -72,7 +72,15 @@ def to_plain(tensor: Any, place: str) -> tuple[Tensor, Distribution]:
     names = None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names)
     placements = tuple(_describe_placement(placement, place) for placement in tensor.placements)
     distribution = (names, tuple(mesh.shape), placements, tuple(tensor.shape), tuple(tensor.stride()))
-    return settled(tensor.to_local()), distribution
+    return settled(tensor.to_local(grad_placements=_of_gradients(tensor.placements))), distribution
+
+
+def _of_gradients(placements: Sequence[Any]) -> list[Any]:
+    """The placements of a DTensor's gradient: each term of a sum has the whole sum's. Older releases of torch take them
+    to be the tensor's own."""
+    from torch.distributed.tensor import Partial, Replicate
+
+    return [Replicate() if isinstance(placement, Partial) else placement for placement in placements]
 
 
 def _describe_placement(placement: Any, place: str) -> Placement:
