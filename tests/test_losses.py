@@ -41,3 +41,12 @@ def test_a_loss_that_changes_the_output_in_place(ranks: RankPool, schedule: str)
     assert ranks.run(2, losses_cases.in_place, schedule, False) == [[], []]
     for texts in ranks.run(2, losses_cases.in_place, schedule, True):
         assert "modified by an inplace operation" in texts[0]
+
+
+@pytest.mark.parametrize("hands_over", [False, True], ids=["backs up", "hands over"])
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "ScheduleDualPipe"])
+def test_what_a_loss_adds_to_a_head_in_the_last_stage_is_weighted(
+    ranks: RankPool, schedule: str, hands_over: bool
+) -> None:
+    found = [text for texts in ranks.run(2, losses_cases.with_a_head, schedule, hands_over) for text in texts]
+    assert not found, "\n".join(found)

@@ -71,7 +71,7 @@ class StageExecution:
         self._module = module
         self._where = where
         self._last = last
-        self._losses = Losses(loss, where, weighs=scale_grads) if last and loss is not None else None
+        self._losses = Losses(loss, module, where, weighs=scale_grads) if last and loss is not None else None
         self._scale_grads = scale_grads
         self._receive_forward = receive_forward
         if receive_forward is not None:
@@ -210,7 +210,8 @@ class StageExecution:
         if self._with_loss:
             assert self._losses is not None
             target = self._batch.target(microbatch, share)
-            loss = self._losses.compute(microbatch, output, target, self._loss_kwargs, training=self._training)
+            weight = (lambda: self._weight(microbatch, share)) if self._training else None
+            loss = self._losses.compute(microbatch, output, target, self._loss_kwargs, weight)
             if self.find_nan:
                 require_finite(loss, f"{self._where}, microbatch {microbatch}: the loss")
             self.losses[microbatch] = _kept(loss, received)
@@ -272,8 +273,7 @@ class StageExecution:
         gradients: list[Tensor]
         if self._loans is None:
             assert self._losses is not None
-            share = self._shares.pop(microbatch)
-            weight = self._batch.weight(microbatch, share) if self._scale_grads else 1.0
+            weight = self._weight(microbatch, self._shares.pop(microbatch))
             roots, gradients = self._losses.roots(microbatch, weight)
         else:
             if self._fresh is None:
@@ -349,6 +349,10 @@ class StageExecution:
         if owed is not None:
             del gradients  # they may lie in the slots
             self._give_back(*owed)
+
+    def _weight(self, microbatch: int, share: Share) -> float:
+        """The microbatch's weight in the batch's loss."""
+        return self._batch.weight(microbatch, share) if self._scale_grads else 1.0
 
     def _own_fresh_gradients(self, *slots: Received | Handed | Loan | None) -> None:
         """Makes a `.grad` that lies in a slot a tensor of its own; the slot's memory is only lent.

@@ -7,7 +7,9 @@ the stage, but in this microbatch's backward, which comes later.
 
 So the first microbatch's loss is computed on a cut: on leaves with the output's values, on which gradients gather
 without going on. If the function leaves some there, it gets leaves ever after. Else it gets the output itself, which
-saves an engine run a microbatch.
+saves an engine run a microbatch. Meanwhile `.grad` of the stage's parameters is set aside, for the function's backward
+may use them too (a head in the last stage): what has come there is weighted as the rest is, or taken back if the loss
+is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pypipe.errors import InputError
 from pypipe.runtime.backward import enter, gradient_edge, run_backward
@@ -62,17 +64,47 @@ class _Pending:
         self.gradients = gradients  # those that the loss function has left on the cuts
 
 
+class _SetAside:
+    """`.grad` of parameters, while the loss function runs."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        parameters = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
+        self._before = [(parameter, parameter.grad) for parameter in parameters.values()]
+        for parameter, _ in self._before:
+            parameter.grad = None
+
+    def add(self, weight: float) -> bool:
+        """Puts what there was back, with what has come weighted; returns whether anything has."""
+        found = False
+        for parameter, before in self._before:
+            new = parameter.grad
+            if new is None:
+                parameter.grad = before
+                continue
+            found = True
+            new = new if weight == 1.0 else new * weight
+            parameter.grad = new if before is None else before + new
+        return found
+
+    def take_back(self) -> None:
+        """Puts what there was back."""
+        for parameter, before in self._before:
+            parameter.grad = before
+
+
 class Losses:
     """The losses of the last stage.
 
     Args:
         function: the loss function.
+        module: the stage's module.
         where: how messages call the stage.
         weighs: whether microbatches are weighted by their share of the batch.
     """
 
-    def __init__(self, function: Callable[..., Any], where: str, *, weighs: bool) -> None:
+    def __init__(self, function: Callable[..., Any], module: nn.Module, where: str, *, weighs: bool) -> None:
         self._function = function
+        self._modules = [module, function] if isinstance(function, nn.Module) else [module]
         self._where = where
         self._weighs = weighs
         self._runs_backward: bool | None = None  # by itself; None: not known yet
@@ -83,14 +115,21 @@ class Losses:
         """Forgets the microbatches of a step."""
         self._pending = {}
 
-    def compute(self, microbatch: int, output: Any, target: Any, options: dict[str, Any], *, training: bool) -> Tensor:
+    def compute(
+        self,
+        microbatch: int,
+        output: Any,
+        target: Any,
+        options: dict[str, Any],
+        weight: Callable[[], float] | None,
+    ) -> Tensor:
         """Calls the loss function.
 
         Args:
             microbatch: whose output it is.
             output, target: what the function is called with.
             options: its keyword arguments.
-            training: whether a backward will follow.
+            weight: tells the microbatch's weight in the batch's loss; None: no backward will follow.
 
         Returns:
             The loss, detached; one element.
@@ -98,31 +137,47 @@ class Losses:
         Raises:
             InputError: the loss is not a tensor of one element, or no gradient can be had of it.
         """
+        if weight is None or self._runs_backward is False:
+            loss = self._checked(self._function(output, target, **options))
+            if weight is not None:
+                self._require_gradient(loss.requires_grad)
+                self._pending[microbatch] = _Pending(loss, [], [])
+            return loss.detach()
         cuts: list[_Cut] = []
-        if training and self._runs_backward is not False:
-            output = _cut(output, cuts)
-        loss = self._function(output, target, **options)
+        output = _cut(output, cuts)
+        aside = _SetAside(self._modules)
+        try:
+            loss = self._checked(self._function(output, target, **options))
+            gradients = [cut.take() for cut in cuts]
+            left = any(gradient is not None for gradient in gradients)
+            self._require_gradient(loss.requires_grad or left)
+        except BaseException:
+            aside.take_back()
+            raise
+        added = aside.add(weight())
+        if self._runs_backward is None:
+            self._runs_backward = left or added
+            if left and self._weighs and not added:
+                _tell_what_is_not_weighted(self._where)
+        self._pending[microbatch] = _Pending(loss if loss.requires_grad else None, cuts, gradients)
+        return loss.detach()
+
+    def _checked(self, loss: Any) -> Tensor:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
             raise InputError(
                 f"{self._where}: loss_fn returned a value of {what}; it must return a tensor with one element "
                 "(for example a mean)"
             )
-        if training:
-            gradients = [cut.take() for cut in cuts]
-            left = any(gradient is not None for gradient in gradients)
-            if not (loss.requires_grad or left):
-                raise InputError(
-                    f"{self._where}: the loss depends on nothing that requires a gradient: unfreeze a parameter, look "
-                    "for a detach() or no_grad() on the way to the loss, leave the gradient on the output if loss_fn "
-                    "runs its own backward, or call eval()"
-                )
-            if self._runs_backward is None:
-                self._runs_backward = left
-                if left and self._weighs:
-                    _tell_what_is_not_weighted(self._where)
-            self._pending[microbatch] = _Pending(loss if loss.requires_grad else None, cuts, gradients)
-        return loss.detach()
+        return loss
+
+    def _require_gradient(self, has_one: bool) -> None:
+        if not has_one:
+            raise InputError(
+                f"{self._where}: the loss depends on nothing that requires a gradient: unfreeze a parameter, look for "
+                "a detach() or no_grad() on the way to the loss, leave the gradient on the output if loss_fn runs its "
+                "own backward, or call eval()"
+            )
 
     def roots(self, microbatch: int, weight: float) -> Roots:
         """What the microbatch's backward starts from.
@@ -175,8 +230,9 @@ def _cut(output: Any, cuts: list[_Cut]) -> Any:
 
 def _tell_what_is_not_weighted(where: str) -> None:
     warnings.warn(
-        f"{where}: loss_fn runs its own backward. The gradient that it leaves on the output is weighted by the "
-        "microbatch's share of the batch (scale_grads=True). What its backward adds to other parameters, such as a "
-        "head's, is not: weight that in loss_fn, move those parameters into the last stage, or pass scale_grads=False",
+        f"{where}: loss_fn runs its own backward. The gradient that it leaves on the output, and what it adds to "
+        "parameters of the last stage, is weighted by the microbatch's share of the batch (scale_grads=True). What it "
+        "adds to other parameters is not: move them into the last stage, weight that in loss_fn, or pass "
+        "scale_grads=False",
         stacklevel=3,
     )

@@ -113,6 +113,55 @@ def compare(rank: int, size: int, group: Any, name: str, scale_grads: bool) -> l
     return differences
 
 
+class _Headed(nn.Module):
+    """The last stage, with a head that its loss calls, a chunk at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4).double(), nn.Linear(4, 5).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.body(x))
+
+
+def with_a_head(rank: int, size: int, group: Any, name: str, hands_over: bool) -> list[str]:
+    """What the loss's own backward adds to the stage's head is weighted too; over two steps."""
+    torch.manual_seed(0)
+    count = transparency.count_stages(name, size)
+    last = _Headed()
+    modules: list[nn.Module] = [*(nn.Linear(4, 4).double() for _ in range(count - 1)), last]
+    reference = twins(modules)
+
+    def loss(hidden: Tensor, target: Tensor) -> Tensor:
+        cut = hidden.detach().requires_grad_()
+        total = torch.zeros((), dtype=torch.float64)
+        for part, wanted in zip(cut.split(1), target.split(1), strict=True):
+            piece = functional.cross_entropy(last.head(part), wanted, reduction="sum") / len(target)
+            piece.backward()
+            total += piece.detach()
+        if not hands_over:
+            hidden.backward(cut.grad)
+            return total
+        through = (hidden * cut.grad).sum()
+        return total + through - through.detach()
+
+    schedule, held = transparency.build(rank, size, group, name, modules, 3, loss_fn=loss, timeout=30)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for _ in range(2):
+            x, target = torch.randn(7, 4, dtype=torch.float64), torch.randint(0, 5, (7,))
+            schedule.step(x, target=target)
+            functional.cross_entropy(reference[-1].head(unpipelined(reference, x)), target).backward()
+    differences = []
+    for piece, module in held:
+        for (parameter, a), b in zip(module.named_parameters(), reference[piece].parameters(), strict=True):
+            worst = transparency.difference(a.grad, b.grad)
+            if not worst <= transparency.TOLERANCE:
+                differences.append(f"rank {rank}: {parameter} of stage {piece} is {worst:g} off")
+    schedule.close()
+    return differences
+
+
 class _Two(nn.Module):
     """Returns a tree, with a tensor that is there twice and one that needs no gradient."""
 
