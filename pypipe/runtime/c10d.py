@@ -224,8 +224,9 @@ class C10dSendPort:
         buffer = self._buffer(layout.bytes)
         for tensor, offset in zip(tensors, layout.offsets, strict=True):
             if tensor.numel():
-                target = buffer[offset : offset + tensor.numel() * tensor.element_size()].view(tensor.dtype)
-                target.as_strided(tensor.shape, tensor.stride()).copy_(tensor.detach())
+                # Its elements as they lie in memory, which has no gaps; as bytes, since torch cannot copy every dtype.
+                memory = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+                buffer[offset : offset + memory.numel()].copy_(memory)
         envelope = _core.Envelope(
             tag.stage, tag.kind, tag.microbatch, layout.id, layout.bytes, tag.rows, tag.batch_rows
         )
@@ -363,7 +364,8 @@ class C10dReceivePort:
         flat = message.buffer[offset : offset + spec.bytes].view(spec.dtype).data  # a version of its own
         if self._route.buffers.type != self._route.device.type:
             flat = flat.to(self._route.device)
-        return flat.view(spec.shape) if spec.strides is None else flat.as_strided(spec.shape, spec.strides, 0)
+        # Without an offset as_strided() keeps the tensor's own; one that is given counts from the storage's start.
+        return flat.view(spec.shape) if spec.strides is None else flat.as_strided(spec.shape, spec.strides)
 
     def holds(self, message: _Slot, tensor: Tensor) -> bool:
         """Whether the tensor's memory lies in the slot."""
