@@ -60,7 +60,7 @@ class Recorder:
         ...
     def begin(self, code: typing.SupportsInt | typing.SupportsIndex) -> None:
         """
-        stage << 40 | kind << 32 | microbatch; ends the action before it.
+        stage << 40 | kind << 32 | microbatch; ends the action before it. CoreError once this step has failed.
         """
     def deeds(self) -> list[tuple[int, int, int, int, int, int, int]]:
         ...
@@ -72,7 +72,7 @@ class Recorder:
         ...
     def set_busy(self, work: str) -> None:
         ...
-    def set_cause(self, cause: str) -> None:
+    def set_cause(self, cause: str, step: typing.SupportsInt | typing.SupportsIndex = 0) -> None:
         ...
     def start_trace(self, capacity: typing.SupportsInt | typing.SupportsIndex) -> None:
         ...
@@ -88,8 +88,10 @@ class Hub:
         ...
     def abandon(self) -> None:
         ...
-    def abort(self, cause: str) -> None:
-        ...
+    def abort(self, cause: str, step: typing.SupportsInt | typing.SupportsIndex = 0) -> None:
+        """
+        Fails everywhere; step: the one that failed, 0: unknown.
+        """
     def add_peer(self, rank: typing.SupportsInt | typing.SupportsIndex, descriptor: typing.SupportsInt | typing.SupportsIndex) -> None:
         """
         Takes over a connected, authenticated stream socket.

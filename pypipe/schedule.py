@@ -202,7 +202,8 @@ class Schedule:
                 or did not come; or whatever a stage or the loss function raised on this rank. Then `.grad` holds what
                 was there before and the microbatches whose backward had ended on this rank (a note of the error says
                 how many; a backward that raises may leave a part of its own); parameters are untouched. This schedule
-                refuses to go on: call zero_grad(), and build a new one, on every rank.
+                refuses to go on: call zero_grad(), and build a new one, on every rank. A rank that had returned from
+                the step by then raises the error in its next call, or in close().
         """
         training = self._settings.loss is not None
         return self._pipeline.run(Call(args, kwargs, target, losses, return_outputs, loss_kwargs, training))
@@ -219,8 +220,16 @@ class Schedule:
         """Runs forwards only, without gradients and without touching any; losses too, where `target` is given.
 
         Arguments, result and errors are step()'s. Module.eval() is yours to call.
+
+        A rank returns when its own part is done: the first one may be several batches ahead of the last one, and does
+        not wait to hear how they end. So of an eval() that fails, or a step() without loss_fn, those ranks raise the
+        error that are still in it; one that has returned raises it in its next call, or in close(), as soon as it is
+        known there: "the last eval() failed on rank 2 after this rank had returned from it". What is to be done only
+        when all ranks have succeeded needs a barrier of your own before it.
         """
-        return self._pipeline.run(Call(args, kwargs, target, losses, return_outputs, loss_kwargs, training=False))
+        return self._pipeline.run(
+            Call(args, kwargs, target, losses, return_outputs, loss_kwargs, training=False, name="eval()")
+        )
 
     @contextlib.contextmanager
     def busy(self, work: str) -> Iterator[None]:
@@ -260,7 +269,13 @@ class Schedule:
         return self._pipeline.trace()
 
     def close(self) -> None:
-        """Leaves the pipeline. Idempotent; also done when the schedule is collected and when Python exits."""
+        """Leaves the pipeline. Idempotent; also done when the schedule is collected and when Python exits.
+
+        Raises:
+            PipelineError: another rank failed in a call that this rank had returned from, and no call has raised it
+                yet. The schedule is closed all the same. (Not raised where a `with` block ends by another error, nor
+                when the schedule is collected.)
+        """
         self._pipeline.close()
 
     def __enter__(self) -> Any:

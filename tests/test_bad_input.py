@@ -157,7 +157,7 @@ def test_a_call_that_cannot_work_is_an_error_on_every_rank(
         if origin is not None and not here:
             assert seen.origin["rank"] == origin
             assert seen.origin["stage"] == origin, "the cause does not name its stage"
-            assert "the end of the step" not in seen.text, seen.text
+            assert "failed at the end of the step" not in seen.text, seen.text
     _check_common(everyone)
 
 

@@ -223,19 +223,22 @@ void Hub::ring_all() noexcept {
   for (Doorbell* bell : bells_) ring(*bell);
 }
 
-void Hub::abort(std::string_view cause) noexcept { fail(cause.substr(0, abort_limit), rank_); }
+void Hub::abort(std::string_view cause, std::uint64_t step) noexcept {
+  fail(cause.substr(0, abort_limit), step, rank_);
+}
 
-void Hub::fail(std::string_view cause, int except) noexcept {
+void Hub::fail(std::string_view cause, std::uint64_t step, int except) noexcept {
   {
     const std::scoped_lock lock(mutex_);
     if (failed_.load(std::memory_order_relaxed)) return;
     cause_ = cause;
+    cause_step_ = step;
     failed_.store(true, std::memory_order_release);
   }
-  if (recorder_) recorder_->set_cause(cause);
+  if (recorder_) recorder_->set_cause(cause, step);
   ring_all();
   for (auto& [rank, peer] : peers_) {
-    if (rank != except) tell(*peer, FrameType::abort, cause);
+    if (rank != except) tell(*peer, FrameType::abort, step, cause);
   }
 }
 
@@ -250,10 +253,10 @@ bool Hub::write(Peer& peer, std::span<const iovec> parts, int descriptor,
   return written == Written::all;
 }
 
-void Hub::tell(Peer& peer, FrameType type, std::string_view payload) noexcept {
+void Hub::tell(Peer& peer, FrameType type, std::uint64_t value, std::string_view payload) noexcept {
   if (peer.state == State::lost) return;
   try {
-    const auto header = encode_header(type, 0, 0, payload.size());
+    const auto header = encode_header(type, 0, value, payload.size());
     const std::array parts{part(header.data(), header.size()), part(payload.data(), payload.size())};
     const std::scoped_lock lock(peer.writing);
     if (!peer.socket) return;
@@ -307,7 +310,10 @@ void Hub::run() noexcept {
       }
       if (closing_.load(std::memory_order_acquire)) break;  // its goodbye may cross ours: no loss
       // The cause first: who finds the peer gone shall find out why.
-      if (peer->state == State::present) fail(lost_cause(rank, how), rank);
+      if (peer->state == State::present) {
+        const auto [cause, step] = lost_cause(rank, how);
+        fail(cause, step, rank);
+      }
       peer->state = State::lost;
       // A peer that sent garbage still lives, and waits for an answer that won't come: it has to see the end.
       ::shutdown(peer->socket.get(), SHUT_RDWR);
@@ -353,7 +359,7 @@ void Hub::read(int rank, Peer& peer) {
 void Hub::dispatch(int rank, Peer& peer, Frame frame) {
   switch (frame.type) {
     case FrameType::abort:
-      fail(frame.payload, rank);
+      fail(frame.payload, frame.value, rank);
       return;
     case FrameType::leave:
       peer.state.store(State::left, std::memory_order_release);
@@ -400,16 +406,16 @@ std::vector<int> Hub::departed() const {
 
 void Hub::leave() noexcept {
   if (closing_.load(std::memory_order_acquire)) return;
-  for (auto& [rank, peer] : peers_) tell(*peer, FrameType::leave, {});
+  for (auto& [rank, peer] : peers_) tell(*peer, FrameType::leave, 0, {});
 }
 
 void Hub::close() noexcept {
   if (closing_.exchange(true)) return;
-  const std::optional<std::string> failure = cause();
+  const std::optional<std::string> failure = cause();  // with its step, which is written before the hub is seen to fail
   for (auto& [rank, peer] : peers_) {
     // The hub thread may not have come to passing the cause on; nobody shall hear a goodbye in its place.
-    if (failure) tell(*peer, FrameType::abort, *failure);
-    tell(*peer, FrameType::leave, {});
+    if (failure) tell(*peer, FrameType::abort, cause_step_, *failure);
+    tell(*peer, FrameType::leave, 0, {});
   }
   const std::uint64_t one = 1;
   (void)!::write(wake_.get(), &one, sizeof(one));

@@ -36,6 +36,7 @@
 #include <string_view>
 #include <thread>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "base/fd.hpp"
@@ -71,7 +72,9 @@ class Hub {
 
   // Makes the pipeline fail everywhere: sets the first cause here and tells every neighbour, which tells its
   // own. `cause` is JSON. A later cause is ignored. Never throws and never blocks for more than a moment.
-  void abort(std::string_view cause) noexcept;
+  // `step`: the one that failed, counted as recorders count. A rank that runs stops before its next action; one that is
+  // in an earlier step still, of which all may be well, goes on until it would have to wait. 0: known of no step.
+  void abort(std::string_view cause, std::uint64_t step = 0) noexcept;
 
   // The first cause, once there is one.
   [[nodiscard]] std::optional<std::string> cause() const;
@@ -135,14 +138,14 @@ class Hub {
   void run() noexcept;
   void read(int rank, Peer& peer);
   void dispatch(int rank, Peer& peer, Frame frame);
-  void fail(std::string_view cause, int except) noexcept;
+  void fail(std::string_view cause, std::uint64_t step, int except) noexcept;
   bool write(Peer& peer, std::span<const iovec> parts, int descriptor, std::chrono::steady_clock::time_point deadline,
              const std::function<bool()>& give_up);
-  void tell(Peer& peer, FrameType type, std::string_view payload) noexcept;
+  void tell(Peer& peer, FrameType type, std::uint64_t value, std::string_view payload) noexcept;
   void offer(Peer& peer, FrameType type, std::uint32_t channel, std::uint64_t value, std::string_view payload);
   void hear_question(int from, const Frame& frame);
   void hear_answer(const Frame& frame);
-  [[nodiscard]] std::string lost_cause(int lost, std::string_view how);
+  [[nodiscard]] std::pair<std::string, std::uint64_t> lost_cause(int lost, std::string_view how);
   void ring_all() noexcept;
 
   const int rank_;
@@ -153,6 +156,7 @@ class Hub {
   std::atomic<bool> failed_{false};
   mutable std::mutex mutex_;
   std::string cause_;
+  std::uint64_t cause_step_ = 0;
   std::map<InboxKey, std::deque<Frame>> inboxes_;
   std::vector<Doorbell*> bells_;
   std::shared_ptr<Recorder> recorder_;

@@ -99,15 +99,20 @@ void Hub::hear_answer(const Frame& frame) {
   notify(arrivals_);
 }
 
-// With what the peer did last, where its record is at hand: that outlives it.
-std::string Hub::lost_cause(int lost, std::string_view how) {
+// With what the peer did last, where its record is at hand: that outlives it. And the step that it was in, or that it
+// won't come to.
+std::pair<std::string, std::uint64_t> Hub::lost_cause(int lost, std::string_view how) {
   std::string text = R"({"kind":"lost","rank":)" + std::to_string(lost) + R"(,"seen_by":)" + std::to_string(rank_) +
                      R"(,"how":)" + quoted(how);
+  std::uint64_t step = 0;
   const std::scoped_lock lock(mutex_);
   if (const Fd& record = peers_.at(lost)->record) {
-    if (const auto status = activity_in(record.get())) text += R"(,"status":)" + to_json(*status);
+    if (const auto status = activity_in(record.get())) {
+      text += R"(,"status":)" + to_json(*status);
+      step = std::uint64_t{status->step} + (status->running != 0 ? 0 : 1);
+    }
   }
-  return text + "}";
+  return {text + "}", step};
 }
 
 }  // namespace pypipe

@@ -122,13 +122,20 @@ void Recorder::finish(std::uint64_t at) noexcept {
   if (trace_.size() < trace_capacity_) trace_.push_back(entry.read());
 }
 
-void Recorder::begin(std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch) noexcept {
+void Recorder::stop() { throw Error(Fault::aborted, "the pipeline has failed"); }
+
+void Recorder::begin(std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch) {
   const std::uint64_t code = std::uint64_t{stage} << 40 | std::uint64_t{kind & 0xff} << 32 | microbatch;
   const std::uint64_t number = header_->cursor.load(std::memory_order_relaxed);
+  const bool failed = has_failed();
   // An action that first takes other messages off its link goes on.
-  if (in_progress_ && entries_[(number - 1) % header_->capacity].what.load(std::memory_order_relaxed) == code) return;
+  if (in_progress_ && entries_[(number - 1) % header_->capacity].what.load(std::memory_order_relaxed) == code) {
+    if (failed) stop();
+    return;
+  }
   const std::uint64_t at = now();
   finish(at);
+  if (failed) stop();
   Entry& entry = entries_[number % header_->capacity];
   entry.what.store(code, std::memory_order_release);
   entry.step.store(steps_, std::memory_order_release);
@@ -145,7 +152,10 @@ void Recorder::ready() noexcept {
   entry.ready.store(now(), std::memory_order_release);
 }
 
-void Recorder::end() noexcept { finish(now()); }
+void Recorder::end() {
+  finish(now());
+  if (has_failed()) stop();
+}
 
 void Recorder::start_trace(std::size_t capacity) {
   trace_.clear();
@@ -179,8 +189,9 @@ void Recorder::set_busy(std::string_view work) noexcept {
   header_->busy_since.store(now(), std::memory_order_release);
 }
 
-void Recorder::set_cause(std::string_view cause) noexcept {
-  if (header_->cause_bytes.load(std::memory_order_acquire) != 0) return;
+void Recorder::set_cause(std::string_view cause, std::uint64_t step) noexcept {
+  std::uint64_t expected = never;
+  if (!failed_step_.compare_exchange_strong(expected, std::min(step, never - 1), std::memory_order_acq_rel)) return;
   const ssize_t written =
       ::pwrite(descriptor_.get(), cause.data(), cause.size(), static_cast<off_t>(header_->cause_at));
   if (written > 0) header_->cause_bytes.store(static_cast<std::uint64_t>(written), std::memory_order_release);

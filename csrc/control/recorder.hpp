@@ -12,6 +12,16 @@
 //            keeps the entries n with d - capacity < n < c
 // Place n % capacity is overwritten for entry n + capacity only after cursor has become n + capacity. A reader that
 // has seen any part of that sees a cursor d >= n + capacity in step 3, and drops the entry.
+//
+// The recorder is also where a rank that runs hears of a failure elsewhere: before each action, by a load and a branch.
+//   hub thread, or any that aborts   1. stores the hub's cause and the hub's flag (release)
+//                                    2. failed_step_ = the step that failed (release)
+//                                    3. rings the bells of those that wait
+//   the thread that runs actions     begin() and end(): failed_step_ (acquire); if it is the own step's number or less,
+//                                    Error{aborted}
+// So the thread that is stopped finds the cause with the hub. One that has passed the load does one more action; if it
+// has to wait there, its bell is rung after 1, and it looks at the hub's flag (base/wait.hpp). One that is in an earlier
+// step than the one that failed also goes on, until it would have to wait.
 #pragma once
 
 #include <array>
@@ -66,10 +76,11 @@ class Recorder {
   Recorder& operator=(const Recorder&) = delete;
 
   // By the one thread that runs actions.
-  void step() noexcept;                                                                    // a step begins
-  void begin(std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch) noexcept;  // ends the one before it
+  void step() noexcept;  // a step begins
+  // Ends the action before it. Once this step, or one before it, has failed: only that, and throws Error{aborted}.
+  void begin(std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch);
   void ready() noexcept;  // the action in progress waits no longer
-  void end() noexcept;    // ends the action in progress, if there is one
+  void end();             // ends the action in progress, if there is one; throws as begin() does
 
   // A second, larger copy of what is done from now on, for tracing: at most `capacity` actions; what comes then is lost.
   void start_trace(std::size_t capacity);
@@ -77,7 +88,8 @@ class Recorder {
 
   // By any thread.
   void set_busy(std::string_view work) noexcept;  // empty: no longer
-  void set_cause(std::string_view cause) noexcept;
+  // The pipeline has failed: no action of that step, or a later one, begins from now on. The first cause counts.
+  void set_cause(std::string_view cause, std::uint64_t step = 0) noexcept;
   [[nodiscard]] Activity activity() const noexcept;
   [[nodiscard]] std::vector<Deed> deeds() const;  // the oldest first; the last one may be in progress
   [[nodiscard]] int descriptor() const noexcept { return descriptor_.get(); }
@@ -88,6 +100,8 @@ class Recorder {
   struct Header;
   struct Entry;
   void finish(std::uint64_t now) noexcept;
+  [[nodiscard]] bool has_failed() const noexcept { return failed_step_.load(std::memory_order_acquire) <= steps_; }
+  [[noreturn]] static void stop();
 
   Fd descriptor_;
   std::string path_;
@@ -95,6 +109,8 @@ class Recorder {
   std::size_t bytes_;
   Header* header_ = nullptr;
   Entry* entries_ = nullptr;
+  static constexpr std::uint64_t never = ~std::uint64_t{0};
+  std::atomic<std::uint64_t> failed_step_{never};
   bool in_progress_ = false;
   std::uint32_t steps_ = 0;
   std::size_t trace_capacity_ = 0;

@@ -57,7 +57,8 @@ void register_recorder(py::module_& module) {
             recorder.begin(static_cast<std::uint32_t>(code >> 40), static_cast<std::uint32_t>(code >> 32) & 0xff,
                            static_cast<std::uint32_t>(code));
           },
-          arg("code"), "stage << 40 | kind << 32 | microbatch; ends the action before it.")
+          arg("code"),
+          "stage << 40 | kind << 32 | microbatch; ends the action before it. CoreError once this step has failed.")
       .def("ready", &Recorder::ready)
       .def("end", &Recorder::end)
       .def("start_trace", &Recorder::start_trace, arg("capacity"))
@@ -65,7 +66,7 @@ void register_recorder(py::module_& module) {
       .def("deeds", [](const Recorder& recorder) { return tuples(recorder.deeds()); })
       .def("activity", [](const Recorder& recorder) { return to_json(recorder.activity()); })
       .def("set_busy", &Recorder::set_busy, arg("work"))
-      .def("set_cause", &Recorder::set_cause, arg("cause"))
+      .def("set_cause", &Recorder::set_cause, arg("cause"), arg("step") = 0)
       .def("discard", &Recorder::discard);
 }
 
@@ -102,7 +103,8 @@ void register_control(py::module_& module) {
           "add_peer", [](Hub& hub, int rank, int descriptor) { hub.add_peer(rank, Fd(descriptor)); }, arg("rank"),
           arg("descriptor"), "Takes over a connected, authenticated stream socket.")
       .def("start", &Hub::start, Released())
-      .def("abort", &Hub::abort, arg("cause"), Released())
+      .def("abort", &Hub::abort, arg("cause"), arg("step") = 0, Released(),
+           "Fails everywhere; step: the one that failed, 0: unknown.")
       .def("cause",
            [](const Hub& hub) -> std::optional<py::str> {
              const std::optional<std::string> cause = [&] {

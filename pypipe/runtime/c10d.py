@@ -4,15 +4,14 @@ The tag of each message and its layout travel over the control socket, the bytes
 torch.distributed. So the receiver knows the size before it receives, and any backend will do.
 
 A Work of c10d can be waited for but not interrupted, so another thread waits for it, while the waiting rank watches
-the control socket, its deadline and Ctrl-C. That thread is abandoned when the pipeline fails: it ends with its Work.
+the control socket, its deadline and Ctrl-C. When the pipeline fails, that thread is left to itself: it ends with its
+Work, or with the script (runtime/works.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
-import queue
 import threading
 import time
 from collections import deque
@@ -28,13 +27,12 @@ from pypipe import _core
 from pypipe.errors import LayoutError, PipelineError, PipelineTimeout
 from pypipe.runtime.channels import Tag
 from pypipe.runtime.trees import TensorSpec
+from pypipe.runtime.works import Waiter, close_at_exit
 
 __all__ = ["C10dReceivePort", "C10dSendPort", "Route"]
 
 _SLICE_SECONDS = 0.05
-_CLOSING_SECONDS = 1.0
 _HUB_SECONDS = 0.5  # for the hub to learn of what the backend has met
-_FOR_EVER = datetime.timedelta(days=365)
 
 
 @dataclass(frozen=True)
@@ -70,46 +68,21 @@ class Route:
         return dist.get_global_rank(self.group, self.peer)
 
 
-class _Waiter:
-    """A thread that waits for Works, one after the other, in the order given."""
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Any, _Completion] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def submit(self, work: Any, route: Route | None = None) -> _Completion:
-        """Waits for a Work. With `route`, its failure fails the pipeline: nobody may be waiting for it."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="pypipe-c10d", daemon=True)
-            self._thread.start()
-        completion = _Completion()
-        completion.route = route
-        self._jobs.put((work, completion))
-        return completion
-
-    def close(self, *, join: bool) -> None:
-        """Lets the thread end with its last Work; with `join`, waits for that, for a moment."""
-        self._jobs.put(None)
-        if self._thread is not None and join:
-            self._thread.join(_CLOSING_SECONDS)
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            work, completion = job
-            try:
-                # Not the group's own timeout: when that passes, the backend closes its connections for everybody.
-                work.wait(_FOR_EVER)
-            except Exception as error:
-                completion.fail(error)
-            completion.done.set()
-            del job, work, completion  # nothing stays alive while there is nothing to do
-
-
 class _Completion:
-    def __init__(self) -> None:
+    """A transfer that is under way.
+
+    Args:
+        route: of a transfer that no rank may be waiting for: its failure fails the pipeline.
+    """
+
+    def __init__(self, route: Route | None = None) -> None:
         self.done = threading.Event()
         self.error: Exception | None = None
-        self.route: Route | None = None
+        self.route = route
+
+    def end(self) -> None:
+        """Lets those that wait go on."""
+        self.done.set()
 
     def fail(self, error: Exception) -> None:
         """Notes the error."""
@@ -183,12 +156,17 @@ class C10dSendPort:
     def __init__(self, route: Route) -> None:
         self._route = route
         self._announcer = _core.LayoutAnnouncer(route.hub, route.peer, route.channel)
-        self._waiter = _Waiter()
+        self._waiter = Waiter()
+        self._closed = False
+        close_at_exit(self)
         self._pending: deque[_Pending] = deque()
         self._counters = dict.fromkeys(("messages", "bytes", "layouts", "allocations", "slot_bytes"), 0)
 
     def close(self) -> None:
-        """Waits for what is under way, unless the pipeline has failed, and ends the port's thread."""
+        """Waits for what is under way, unless the pipeline has failed, and ends the port's thread. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
         with contextlib.suppress(Exception):
             while self._pending and self._route.hub.cause() is None:
                 self._pending.popleft().completion.wait(self._route, "sending to")
@@ -224,8 +202,9 @@ class C10dSendPort:
         buffer = self._buffer(layout.bytes)
         for tensor, offset in zip(tensors, layout.offsets, strict=True):
             if tensor.numel():
-                target = buffer[offset : offset + tensor.numel() * tensor.element_size()].view(tensor.dtype)
-                target.as_strided(tensor.shape, tensor.stride()).copy_(tensor.detach())
+                # Its elements as they lie in memory, which has no gaps; as bytes, since torch cannot copy every dtype.
+                memory = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+                buffer[offset : offset + memory.numel()].copy_(memory)
         envelope = _core.Envelope(
             tag.stage, tag.kind, tag.microbatch, layout.id, layout.bytes, tag.rows, tag.batch_rows
         )
@@ -233,7 +212,9 @@ class C10dSendPort:
         if layout.bytes:
             with _as_pipeline_error("sending to", route):
                 work = dist.isend(buffer[: layout.bytes], route.global_peer, route.group, route.tag)
-            self._pending.append(_Pending(self._waiter.submit(work, route), buffer))
+            completion = _Completion(route)
+            self._waiter.submit(work, completion)
+            self._pending.append(_Pending(completion, buffer))
         self._counters["messages"] += 1
         self._counters["bytes"] += layout.bytes
 
@@ -297,13 +278,18 @@ class C10dReceivePort:
     def __init__(self, route: Route) -> None:
         self._route = route
         self._book = _core.LayoutBook(route.hub, route.peer, route.channel)
-        self._waiter = _Waiter()
+        self._waiter = Waiter()
+        self._closed = False
+        close_at_exit(self)
         self._free: list[Tensor] = []
         self._slot_bytes = -1
         self._counters = dict.fromkeys(("messages", "bytes", "allocations", "alive", "most_alive"), 0)
 
     def close(self) -> None:
-        """Ends the port's thread."""
+        """Ends the port's thread. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
         failed = self._route.hub.cause() is not None
         if failed:
             self._drain()
@@ -318,7 +304,8 @@ class C10dReceivePort:
                 size = route.hub.take_envelope(route.peer, route.channel, at_once).bytes
                 if size:
                     buffer = torch.empty(size, dtype=torch.uint8, device=route.device)
-                    self._waiter.submit(dist.irecv(buffer, route.global_peer, route.group, route.tag))
+                    work = dist.irecv(buffer, route.global_peer, route.group, route.tag)
+                    self._waiter.submit(work, _Completion())
 
     @property
     def counters(self) -> dict[str, int]:
@@ -337,7 +324,9 @@ class C10dReceivePort:
         if envelope.bytes:
             with _as_pipeline_error("receiving from", route):
                 work = dist.irecv(slot.buffer[: envelope.bytes], route.global_peer, route.group, route.tag)
-            self._waiter.submit(work).wait(route, "receiving from")
+            completion = _Completion()
+            self._waiter.submit(work, completion)
+            completion.wait(route, "receiving from")
         counters = self._counters
         counters["messages"] += 1
         counters["bytes"] += envelope.bytes
@@ -363,7 +352,8 @@ class C10dReceivePort:
         flat = message.buffer[offset : offset + spec.bytes].view(spec.dtype).data  # a version of its own
         if self._route.buffers.type != self._route.device.type:
             flat = flat.to(self._route.device)
-        return flat.view(spec.shape) if spec.strides is None else flat.as_strided(spec.shape, spec.strides, 0)
+        # Without an offset as_strided() keeps the tensor's own; one that is given counts from the storage's start.
+        return flat.view(spec.shape) if spec.strides is None else flat.as_strided(spec.shape, spec.strides)
 
     def holds(self, message: _Slot, tensor: Tensor) -> bool:
         """Whether the tensor's memory lies in the slot."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import json
 import os
 import sys
 import warnings
@@ -114,9 +115,9 @@ class Connection:
     def tell(self, error: BaseException) -> None:
         """Tells the other ranks what ends this rank's part outside step() and eval()."""
         if not isinstance(error, SystemExit):
-            failure.report(
-                self.hub, self.world.rank, None, error, "a line of its own script, outside step() and eval()"
-            )
+            doing = "a line of its own script, outside step() and eval()"
+            begun = int(json.loads(self.recorder.core.activity())["step"])
+            failure.report(self.hub, self.world.rank, None, error, doing, step=begun + 1)
 
     def close(self) -> None:
         """Closes the links, says goodbye to the neighbours and closes the sockets. Idempotent; never raises."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,20 @@ Loss = Callable[..., Any]
 
 # Between steps.
 _NOTHING = Batch((), {}, None, ChunkSpecs(), 1, first=False, training=False)
+
+
+class Added(NamedTuple):
+    """What a step has added to a stage's `.grad` so far.
+
+    Attributes:
+        whole: backwards.
+        early: backwards of which I has added some gradients, and W is to add the others.
+        unsure: whether a backward was broken off that may have added some.
+    """
+
+    whole: int
+    early: int
+    unsure: bool
 
 
 class StageExecution:
@@ -112,6 +126,8 @@ class StageExecution:
         self._rests: dict[int, tuple[WeightWork, Received | Handed | None, Loan | None]] = {}
         self._owed: tuple[Received | Handed | None, Loan | None] | None = None
         self._fresh: list[Tensor] | None = []
+        self._added = 0  # backwards whose gradients are all in `.grad`
+        self._adding: bool | None = False  # now; None: in I, where it depends on the graph
         self._batch: Batch = _NOTHING
         self.losses: dict[int, Tensor] = {}
         self.results: dict[int, Any] = {}
@@ -161,6 +177,17 @@ class StageExecution:
         """After a step that failed; returns what has become of gradients that replicas were to share, in words."""
         said = [said for wrapper in self._wrappers if (said := wrapper.abandon()) is not None]
         return [f"{self._where}: {text}" for text in dict.fromkeys(said)]
+
+    @property
+    def added(self) -> Added:
+        """What this step has added to `.grad`."""
+        early = sum(work.early for work, _, _ in self._rests.values())
+        return Added(self._added, early, self._split.adds if self._adding is None else self._adding)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any parameter has a `.grad` of this step. What a sharded one has got is dropped where a step fails."""
+        return not self._moves_gradients and any(parameter.grad is not None for parameter in self._module.parameters())
 
     def receiver(self, kind: Kind) -> ReceiveChannel:
         """The channel that messages of Kind.F or Kind.B come through from another rank."""
@@ -249,7 +276,10 @@ class StageExecution:
             return
         work, inputs, loan = rest
         start = time.perf_counter()
+        self._adding = True
         work.run()
+        self._adding = False
+        self._added += 1
         if self._fresh:
             self._own_fresh_gradients(inputs, loan)
         if self._moves_gradients:
@@ -292,9 +322,14 @@ class StageExecution:
         if roots and split:
             of_batch = self._batch.leaves
             leaves = of_batch if inputs is None else [*of_batch, *inputs.leaves]
+            self._adding = None
             work = self._split.begin(roots, gradients, leaves, gathering=bool(of_batch))
         elif roots:
+            self._adding = True
             run_backward(roots, gradients)
+        self._adding = False
+        if work is None:
+            self._added += 1
         del roots, gradients
         if self._fresh:
             self._own_fresh_gradients(inputs, loan)

@@ -73,17 +73,28 @@ class Executor:
         return self.actions[self._position] if self._position < len(self.actions) else None
 
     @property
-    def backwards(self) -> tuple[int, int]:
-        """How many backwards (their weight halves, where they are split) have ended, and how many there are."""
-        split = {(a.stage, a.microbatch) for a in self.actions if a.kind is Kind.W}
-        adding = [a.kind is Kind.W or (a.kind is Kind.B and (a.stage, a.microbatch) not in split) for a in self.actions]
-        return sum(adding[: self._position]), sum(adding)
+    def added(self) -> str | None:
+        """What this run has added to `.grad`, in words; None where it has added nothing."""
+        parts = [stage.added for stage in self._stages if stage.has_gradients]
+        whole, early = sum(each.whole for each in parts), sum(each.early for each in parts)
+        unsure = any(each.unsure for each in parts)
+        backwards = {(a.stage, a.microbatch) for a in self.actions if a.kind in (Kind.B, Kind.I)}
+        if not backwards or not (whole or early or unsure):
+            return None
+        words = f"{whole} of {len(backwards)} backwards have been added to .grad"
+        if early:
+            words += f", and of {early} more those gradients that are computed in action I"
+        return words + (", and perhaps a part of the one that failed" if unsure else "")
 
     def run(self, clock: DeviceClock | None = None) -> None:
         """Runs every action, in order.
 
         Args:
             clock: is told of what is issued to the device, where that is to be measured.
+
+        Raises:
+            CoreError: the pipeline has failed, which is looked at before each action and after the last one; or what
+                an action raises.
         """
         if clock is not None:
             self._run_timed(clock)

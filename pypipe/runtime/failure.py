@@ -10,14 +10,24 @@ import json
 import traceback
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from pypipe import _core
 from pypipe.errors import MismatchError, PeerLost, PipelineError, PipelineTimeout, RemoteStageError
 from pypipe.program import Action, Kind, Program
 from pypipe.runtime import situation
 
-__all__ = ["convert", "describe_action", "from_cause", "is_inside_pypipe", "report", "text_of", "timed_out"]
+__all__ = [
+    "Called",
+    "convert",
+    "describe_action",
+    "from_cause",
+    "is_inside_pypipe",
+    "is_late",
+    "report",
+    "text_of",
+    "timed_out",
+]
 
 _PACKAGE = Path(__file__).parents[1]
 _MOST_TEXT = 10_000  # characters of a traceback that travel; as JSON each may take 12 bytes, two make one frame
@@ -32,6 +42,20 @@ _VERBS = {
     Kind.RESHARD: "freeing its gathered parameters",
     Kind.REDUCE_GRAD: "reducing its gradients among its replicas",
 }
+
+
+class Called(NamedTuple):
+    """A call of step() or eval(); ranks call them equally often.
+
+    Attributes:
+        number: counts from 1.
+        name: how it reads, with its parentheses.
+        training: whether it adds to gradients.
+    """
+
+    number: int
+    name: str
+    training: bool
 
 
 def describe_action(action: Action | None) -> str:
@@ -71,8 +95,16 @@ def report(
     error: BaseException,
     doing: str | None = None,
     stage: int | None = None,
+    called: Called | None = None,
+    step: int = 0,
 ) -> None:
-    """Makes `error` the first cause, unless there is one, and tells the other ranks."""
+    """Makes `error` the first cause, unless there is one, and tells the other ranks.
+
+    Args:
+        called: the call in which it was raised; None: in none.
+        step: of an error outside all calls, the first one that cannot go well for it; ranks that are in an earlier one
+            still go on. 0: stops all of them.
+    """
     frames = _without_own_frames(error)
     try:
         text = "".join(traceback.format_exception(type(error), error, frames))
@@ -89,11 +121,12 @@ def report(
         "action": str(action) if action else None,
         "microbatch": action.microbatch if action else None,
         "doing": doing or (describe_action(action) if action else "the start or the end of a step"),
+        "call": None if called is None else called._asdict(),
         "type": type(error).__name__,
         "message": message[:_MOST_TEXT],
         "traceback": text if len(text) <= _MOST_TEXT else f"{text[: _MOST_TEXT // 2]}\n...\n{text[-_MOST_TEXT // 2 :]}",
     }
-    hub.abort(json.dumps(cause))
+    hub.abort(json.dumps(cause), step if called is None else called.number)
 
 
 def convert(
@@ -105,14 +138,19 @@ def convert(
     doing: str | None = None,
     size: int = 1,
     program: Program | None = None,
+    returned: int = 0,
 ) -> PipelineError:
-    """The public error for an error of the core, met while `action` was running."""
+    """The public error for an error of the core, met while `action` was running.
+
+    Args:
+        returned: how many calls of step() and eval() this rank has returned from.
+    """
     doing = f"rank {rank}, at {doing or describe_action(action)}"
     text = hub.cause()
     if text is not None:
-        return from_cause(text, doing, program)
+        return from_cause(text, doing, program, returned)
     if error.fault == "timeout":
-        return timed_out(doing, f"{error} within {timeout:g} s.", hub, rank, size, program)
+        return timed_out(doing, f"{error} within {timeout:g} s.", hub, rank, size, program, returned)
     if error.fault == "peer_gone":
         return PeerLost(
             f"{doing}: {error}: it closed its schedule, or came to the end of its script, while this rank still needed "
@@ -123,25 +161,84 @@ def convert(
     return PipelineError(f"{doing}: {error}")
 
 
-def timed_out(doing: str, problem: str, hub: _core.Hub, rank: int, size: int, program: Program | None) -> PipelineError:
+def timed_out(
+    doing: str, problem: str, hub: _core.Hub, rank: int, size: int, program: Program | None, returned: int
+) -> PipelineError:
     """The error of a rank that waited too long: with what every rank is doing."""
     found = situation.survey(hub, size)
     text = hub.cause()
     if text is not None:  # another one that waits was first, and asked while all were there
-        return from_cause(text, doing, program)
+        return from_cause(text, doing, program, returned)
     return PipelineTimeout(f"{doing}: {problem} {situation.table(found, size, rank, program)}\n{_BUSY}")
 
 
 _BUSY = 'Work that may take longer than the timeout can say so: `with schedule.busy("..."):`'
 
 
-def from_cause(text: str, doing: str, program: Program | None = None) -> PipelineError:
-    """The public error for what another rank (or this rank's hub, or its links) reported as the first cause."""
+def _call_of(cause: dict[str, Any]) -> Called | None:
+    """The call in which the cause arose; None where it arose in none, or that is not known."""
+    try:
+        if cause["kind"] == "lost":  # what the rank's record says
+            status = cause["status"]
+            return Called(int(status["step"]), "call", False) if status["now"] is not None else None
+        call = cause["call"]
+        return Called(int(call["number"]), str(call["name"])[:20], bool(call["training"]))
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def is_late(text: str, returned: int) -> bool:
+    """Whether a cause arose in a call that this rank had returned from by then.
+
+    Args:
+        text: the cause.
+        returned: how many calls of step() and eval() this rank has returned from.
+    """
+    try:
+        called = _call_of(json.loads(text))
+    except ValueError:
+        return False
+    return called is not None and called.number <= returned
+
+
+_WHOLE_PART = (
+    "pypipe: this rank's part of that step was whole; what was done with its gradients since then, such as an "
+    "optimizer's step, is not undone"
+)
+
+
+def from_cause(text: str, doing: str, program: Program | None = None, returned: int = 0) -> PipelineError:
+    """The public error for what another rank (or this rank's hub, or its links) reported as the first cause.
+
+    Args:
+        text: the cause, as JSON.
+        doing: this rank, and what it was doing.
+        program: what runs, where that is known.
+        returned: how many calls of step() and eval() this rank has returned from; where the cause arose in one of
+            these, the error says so.
+    """
     try:
         cause: dict[str, Any] = json.loads(text)
         kind, origin = str(cause["kind"]), int(cause["rank"])
     except (ValueError, KeyError, TypeError):
         return PipelineError(f"{doing}: the pipeline failed: {text[:1000]}")
+    called = _call_of(cause)
+    if called is None or called.number > returned:
+        ahead = called is not None and called.number > returned + 1
+        stopped = f"stopped because a later {called.name} failed: " if called and ahead else "stopped because "
+        return _from_cause(cause, kind, origin, doing, stopped, program)
+    ago = returned - called.number
+    which = f"the last {called.name}" if ago == 0 else f"the {called.name} {ago} before the last call"
+    late = f"{which} failed on rank {origin} after this rank had returned from it"
+    error = _from_cause(cause, kind, origin, f"{doing}: {late}", "", program)
+    if called.training:
+        error.add_note(_WHOLE_PART)
+    return error
+
+
+def _from_cause(
+    cause: dict[str, Any], kind: str, origin: int, doing: str, stopped: str, program: Program | None
+) -> PipelineError:
     if kind == "lost":
         status = cause.get("status")
         last = f"; {situation.last_words(status)}" if isinstance(status, dict) else ""
@@ -150,7 +247,7 @@ def from_cause(text: str, doing: str, program: Program | None = None) -> Pipelin
             "was killed, crashed, or ended without closing its schedule. Look at that process's own output"
         )
     if kind == "timeout":
-        return PipelineTimeout(f"{doing}: stopped because a rank waited too long: {cause.get('message')}")
+        return PipelineTimeout(f"{doing}: {stopped}a rank waited too long: {cause.get('message')}")
     if kind == "overdue":  # csrc/link/nccl_watchdog.cpp
         try:
             found = situation.known(cause["found"])
@@ -161,19 +258,19 @@ def from_cause(text: str, doing: str, program: Program | None = None) -> Pipelin
                 f"the device is stuck. {table}"
             )
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-            return PipelineError(f"{doing}: the pipeline failed: {text[:1000]}")
+            return PipelineError(f"{doing}: the pipeline failed: {json.dumps(cause)[:1000]}")
         return PipelineTimeout(f"{doing}: {problem}\n{_BUSY}")
     if kind == "left":
-        return PeerLost(f"{doing}: stopped because a rank left: {cause.get('message')}")
+        return PeerLost(f"{doing}: {stopped}a rank left: {cause.get('message')}")
     if kind == "link":
         message = f"{doing}: the link of rank {origin} failed: {cause.get('message')}"
         own = doing.startswith(f"rank {origin},")
         return PipelineError(message) if own else RemoteStageError(message, rank=origin)
     if kind == "interrupt":
-        message = f"{doing}: stopped because rank {origin} was interrupted (KeyboardInterrupt) at {cause.get('doing')}"
+        message = f"{doing}: {stopped}rank {origin} was interrupted (KeyboardInterrupt) at {cause.get('doing')}"
     else:
         message = (
-            f"{doing}: stopped because rank {origin} failed at {cause.get('doing')}: {cause.get('type')}: "
+            f"{doing}: {stopped}rank {origin} failed at {cause.get('doing')}: {cause.get('type')}: "
             f"{cause.get('message')}\n--- traceback of rank {origin} ---\n{cause.get('traceback', '')}"
         )
     return RemoteStageError(

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -88,6 +88,7 @@ class Call(NamedTuple):
     return_outputs: bool
     loss_kwargs: dict[str, Any] | None
     training: bool
+    name: str = "step()"
 
 
 @dataclass
@@ -109,6 +110,7 @@ class Pipeline:
         self._settings = settings
         self._running: _Running | None = None
         self._failure: str | None = None
+        self._calls = 0  # that have begun; as many on every rank
         self._turn = threading.Lock()
         self._closed = False
         self._trace: Trace | None = None
@@ -157,6 +159,10 @@ class Pipeline:
 
         Args:
             error: what this rank leaves for, of which the others are told.
+
+        Raises:
+            PipelineError: without `error`: a call failed on another rank after this rank had returned from it, and no
+                later call has said so.
         """
         self._closed = True
         running, self._running = self._running, None
@@ -164,6 +170,9 @@ class Pipeline:
             if error is not None:
                 running.connection.tell(error)
             running.connection.close()
+            cause = running.connection.hub.cause()
+            if error is None and self._failure is None and cause and failure.is_late(cause, self._calls):
+                self._raise(cause, "at close()")
 
     def run(self, call: Call) -> Any:
         """Runs one batch; returns the merged outputs where this rank has them."""
@@ -183,6 +192,7 @@ class Pipeline:
         settings, executor, copies = self._settings, running.executors[call.training], running.copies
         started = False
         running.connection.recorder.core.step()
+        self._calls += 1
         try:
             self._check(call)
             self._check_wrappers(running)
@@ -226,7 +236,7 @@ class Pipeline:
                 copies.abandon()
             left = [text for stage in running.stages.values() for text in stage.abandon()] if started else []
             try:
-                public = self._fail(error, running.connection, executor if started else None, left)
+                public = self._fail(error, call, running.connection, executor if started else None, left)
             except KeyboardInterrupt:  # while the end of another rank's step was being told
                 raise KeyboardInterrupt from None
             try:
@@ -293,7 +303,12 @@ class Pipeline:
             )
 
     def _fail(
-        self, error: BaseException, connection: Connection, executor: Executor | None, left: Sequence[str]
+        self,
+        error: BaseException,
+        call: Call,
+        connection: Connection,
+        executor: Executor | None,
+        left: Sequence[str],
     ) -> BaseException:
         """Tells every rank, refuses further steps, and returns the public error in place of the core's.
 
@@ -301,31 +316,35 @@ class Pipeline:
             left: what has become of gradients that replicas were to share.
         """
         settings, rank = self._settings, self._settings.world.rank
-        size, program = settings.world.size, settings.program
+        size, program, returned = settings.world.size, settings.program, self._calls - 1
         action = executor.action if executor is not None else None
+        where = failure.describe_action(action) if executor is not None else "the start of the step"
         public: BaseException = error
         if type(error) is PipelineTimeout:
-            doing = f"rank {rank}, at {failure.describe_action(action)}"
-            public = failure.timed_out(doing, f"{error}.", connection.hub, rank, size, program)
+            doing = f"rank {rank}, at {where}"
+            public = failure.timed_out(doing, f"{error}.", connection.hub, rank, size, program, returned)
         elif isinstance(error, _core.CoreError):
-            public = failure.convert(error, connection.hub, rank, action, settings.timeout, size=size, program=program)
+            public = failure.convert(
+                error, connection.hub, rank, action, settings.timeout, where, size, program, returned
+            )
         else:
-            doing = failure.describe_action(action) if executor is not None else "the start of the step"
-            error.add_note(f"pypipe: on {settings.where}, at {doing}")
+            error.add_note(f"pypipe: on {settings.where}, at {where}")
             earlier = connection.hub.cause()
             if earlier is not None:
-                error.add_note(f"pypipe: it is not the first: {failure.from_cause(earlier, f'rank {rank}', program)}")
-        done, all_of_them = executor.backwards if executor is not None else (0, 0)
-        if all_of_them and done < all_of_them and action is not None:
+                first = failure.from_cause(earlier, f"rank {rank}", program, returned)
+                error.add_note(f"pypipe: it is not the first: {first}")
+        added = executor.added if executor is not None else None
+        if added is not None:
             # A step adds to .grad as it goes: say so before somebody trains on half of a batch.
             public.add_note(
-                f"pypipe: this step is not undone: on rank {rank} {done} of {all_of_them} backwards have been added to "
-                ".grad; parameters are untouched. Call zero_grad() before you go on"
+                f"pypipe: this step is not undone: on rank {rank} {added}; parameters are untouched. Call zero_grad() "
+                "before you go on"
             )
         for text in left:
             public.add_note(f"pypipe: {text}")
         stage = action.stage if action is not None else settings.pieces[0][0]
-        failure.report(connection.hub, rank, action, public, stage=stage)
+        called = failure.Called(self._calls, call.name, call.training)
+        failure.report(connection.hub, rank, action, public, where, stage, called)
         self._failure = failure.text_of(public)
         return public
 
@@ -353,12 +372,15 @@ class Pipeline:
         """Raises what has gone wrong on any rank since the last step."""
         cause = self._running.connection.hub.cause() if self._running is not None else None
         if cause is not None:
-            earlier = failure.from_cause(cause, f"{self._settings.where}, between steps", self._settings.program)
-            self._failure = failure.text_of(earlier)
-            try:
-                raise earlier
-            finally:
-                del earlier
+            self._raise(cause, "between steps")
+
+    def _raise(self, cause: str, when: str) -> NoReturn:
+        error = failure.from_cause(cause, f"{self._settings.where}, {when}", self._settings.program, self._calls)
+        self._failure = failure.text_of(error)
+        try:
+            raise error
+        finally:
+            del error
 
     def _connect(self) -> _Running:
         settings, program = self._settings, self._settings.program

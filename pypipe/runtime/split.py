@@ -62,9 +62,13 @@ class WeightWork:
 
     It holds references to the gradients and activations that it needs, which may lie in the slots that the stage
     received: these can be given back after `run()`.
+
+    Attributes:
+        early: whether I has added some weights' gradients already.
     """
 
-    def __init__(self, groups: list[_Group], caller: _WeightCaller) -> None:
+    def __init__(self, groups: list[_Group], caller: _WeightCaller, *, early: bool) -> None:
+        self.early = early
         self._groups = groups
         self._caller = caller
 
@@ -90,9 +94,13 @@ class SplitBackward:
 
     Args:
         where: how messages call the stage.
+
+    Attributes:
+        adds: whether the last begin() added, or would have added, to weights' `.grad`.
     """
 
     def __init__(self, where: str) -> None:
+        self.adds = False
         self._where = where
         self._caller = _WeightCaller()
         self._plans = SplitPlans()
@@ -112,6 +120,7 @@ class SplitBackward:
             inputs: the leaves at which the stage begins; those that the roots don't lead to are left alone.
             gathering: whether other backwards, too, add to the inputs' `.grad`.
         """
+        self.adds = False
         edges = [gradient_edge(root) if isinstance(root, Tensor) else root for root in roots]
         inputs = list(inputs)
         graph = walk([edge.node for edge in edges], inputs)
@@ -120,6 +129,7 @@ class SplitBackward:
             self._warn([self._unsplittable], "all weights")
         elif plan.reasons:
             self._warn(plan.reasons, "all weights" if plan.whole else f"{len(plan.early)} of its weights")
+        self.adds = plan.whole or self._unsplittable is not None or bool(plan.early)
         if plan.whole or self._unsplittable is not None:
             run_backward(roots, gradients)
             return None
@@ -146,6 +156,7 @@ class SplitBackward:
                     raise
                 # A Function may refuse to run for a part of a graph, or a graph that is kept. All of the graph is still
                 # there; if the error has another cause, it comes again.
+                self.adds = True
                 run_backward(roots, gradients)
                 self._unsplittable = f"a Function refused: {str(error).partition(chr(10))[0]}"
                 self._warn([self._unsplittable], "all weights")
@@ -163,7 +174,8 @@ class SplitBackward:
                 groups[each.group].calls.append((node, arrived, found, each.saved))
                 if each.made:
                     drop_weights(node, each.operation, {position for position, _, _ in found})
-        return WeightWork([group for group in groups.values() if group.calls or group.roots], self._caller)
+        left = [group for group in groups.values() if group.calls or group.roots]
+        return WeightWork(left, self._caller, early=self.adds)
 
     def _run_chain(
         self,

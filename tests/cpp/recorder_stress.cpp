@@ -115,7 +115,11 @@ void questions(std::uint64_t seed, std::uint64_t rounds) {
     std::vector<std::thread> threads;
     for (std::size_t i = 0; i < size; ++i) {
       threads.emplace_back([&, i] {
-        for (std::uint32_t n = 0; n < 200; ++n) recorders[i]->begin(static_cast<std::uint32_t>(i), 0, n);
+        try {
+          for (std::uint32_t n = 0; n < 200; ++n) recorders[i]->begin(static_cast<std::uint32_t>(i), 0, n);
+        } catch (const Error& error) {
+          check(error.fault() == Fault::aborted && hubs[i]->cause(), "only a failure stops actions");
+        }
       });
       threads.emplace_back([&, i, quits = random.once_in(3), fails = random.once_in(3)] {
         for (int n = 0; n < 3; ++n) (void)hubs[i]->ask(size, patience(std::chrono::milliseconds(50)));
@@ -124,6 +128,51 @@ void questions(std::uint64_t seed, std::uint64_t rounds) {
       });
     }
     for (std::thread& thread : threads) thread.join();
+  }
+}
+
+// Ranks 0 and 1 run steps of three actions and wait for nothing; one of them fails, or a third thread fails rank 0.
+void stops(std::uint64_t seed, std::uint64_t rounds) {
+  for (std::uint64_t round = 0; round < rounds * 20; ++round) {
+    Random random(seed + round);
+    std::array<std::unique_ptr<Hub>, 2> hubs{std::make_unique<Hub>(0), std::make_unique<Hub>(1)};
+    std::array<std::shared_ptr<Recorder>, 2> recorders;
+    for (std::size_t i = 0; i < 2; ++i) {
+      recorders[i] = std::make_shared<Recorder>(static_cast<int>(i), 16, "");
+      hubs[i]->set_recorder(recorders[i]);
+    }
+    join(*hubs[0], *hubs[1]);
+    for (auto& hub : hubs) hub->start();
+    const std::uint64_t last = random.below(300);
+    const std::size_t culprit = random.below(3);
+    std::array<std::uint64_t, 2> steps{};
+    std::vector<std::thread> threads;
+    for (std::size_t i = 0; i < 2; ++i) {
+      threads.emplace_back([&, i] {
+        std::uint32_t n = 0;
+        const auto run = [&] {
+          for (;;) {  // without a look at each action this would never end
+            recorders[i]->step();
+            ++steps[i];
+            for (int action = 0; action < 3; ++action, ++n) {
+              recorders[i]->begin(static_cast<std::uint32_t>(i), 0, n);
+              if (culprit == i && n == last) hubs[i]->abort(R"({"kind":"error"})", steps[i]);
+            }
+            recorders[i]->end();
+          }
+        };
+        expect(Fault::aborted, run, "a rank that runs when another one has failed");
+        check(hubs[i]->cause().has_value(), "a rank that is stopped finds the cause");
+        const std::vector<Deed> deeds = recorders[i]->deeds();
+        if (n > 0) check_equal(deeds.back().microbatch, n - 1, "no action begins after the failure");
+        if (n > 0) check(deeds.back().end != 0, "and the one before it has ended");
+        expect(Fault::aborted, [&] { recorders[i]->end(); }, "the end of a list of actions");
+        if (n > 0) expect(Fault::aborted, [&] { recorders[i]->begin(0, 0, n - 1); }, "an action again");
+      });
+    }
+    if (culprit == 2) threads.emplace_back([&] { hubs[0]->abort(R"({"kind":"link"})"); });
+    for (std::thread& thread : threads) thread.join();
+    if (culprit < 2) check(steps[1 - culprit] >= steps[culprit], "a step before the one that failed was stopped");
   }
 }
 
@@ -164,6 +213,8 @@ int main(int count, char** values) {
   traces_and_files();
   begin("questions", 120);
   questions(seed, rounds);
+  begin("ranks that run when another one fails", 60);
+  stops(seed, rounds);
   begin("the record of a rank that died");
   last_words();
   check_equal(open_descriptors(), descriptors, "descriptors open at the end");

@@ -50,7 +50,7 @@ def busy_peer(rank: int, size: int, group: Any, flag: str) -> str:
     return text
 
 
-class _Sent:
+class Sent:
     """A Work that claims to be done."""
 
     def wait(self, *_: Any) -> bool:
@@ -62,7 +62,7 @@ class _Sent:
 
 def lost_bytes(rank: int, size: int, group: Any) -> str:
     """Rank 1 announces a message whose bytes never come: the backend, not the peer, hangs."""
-    swallow = replaced("isend", lambda *args, **kwargs: _Sent()) if rank == 1 else contextlib.nullcontext()
+    swallow = replaced("isend", lambda *args, **kwargs: Sent()) if rank == 1 else contextlib.nullcontext()
     dist.barrier(group=group)
     with forced(), swallow:
         schedule, x, y = build(rank, size, group, 1.5 if rank == 0 else 30.0)
@@ -83,7 +83,7 @@ def abort_while_bytes_are_awaited(rank: int, size: int, group: Any) -> str:
         if count == 2:
             raise pypipe.PipelineError("had enough")
 
-    swallow = replaced("isend", lambda *args, **kwargs: _Sent()) if rank == 1 else contextlib.nullcontext()
+    swallow = replaced("isend", lambda *args, **kwargs: Sent()) if rank == 1 else contextlib.nullcontext()
     with forced(), swallow:
         schedule, x, y = build(rank, size, group, 30.0, Calls(fail_at_the_second) if rank == 1 else None)
         text = error_of(lambda: schedule.step(x, target=y))
