@@ -19,7 +19,7 @@ from pypipe.runtime.batch import Batch, ChunkSpecs
 from pypipe.runtime.channels import ReceiveChannel, SendChannel
 from pypipe.runtime.connection import Connection
 from pypipe.runtime.copies import Copies, copy_channels, describe_copy
-from pypipe.runtime.data_parallel import Wrapper, find_wrappers
+from pypipe.runtime.data_parallel import Wrapper, find_wrappers, refused_module
 from pypipe.runtime.execution import StageExecution
 from pypipe.runtime.executor import Executor
 from pypipe.runtime.fitting import Fitted
@@ -434,8 +434,11 @@ class Pipeline:
         settings = self._settings
         wrappers = [find_wrappers(module) for _, module in settings.pieces]
         identities = [wrapper.identity() for found in wrappers for wrapper in found]
-        for (piece, _), found in zip(settings.pieces, wrappers, strict=True):
-            problem = next((problem for wrapper in found if (problem := wrapper.problem()) is not None), None)
+        others = settings.world.others()
+        for (piece, module), found in zip(settings.pieces, wrappers, strict=True):
+            problem = refused_module(module, others)
+            if problem is None:
+                problem = next((problem for wrapper in found if (problem := wrapper.problem()) is not None), None)
             copied = settings.program is not None and len(settings.program.chains) > 1
             if copied and any(wrapper.shards for wrapper in found):
                 problem = (
