@@ -27,6 +27,7 @@ from pypipe.runtime.local import LocalChannel
 from pypipe.runtime.microbatches import merge
 from pypipe.runtime.record import Recorder
 from pypipe.runtime.rendezvous import Card, refuse
+from pypipe.runtime.state_names import NameClash, find_clash, sketch
 from pypipe.runtime.tracing import Trace
 from pypipe.runtime.world import World
 
@@ -113,6 +114,7 @@ class Pipeline:
         self._closed = False
         self._trace: Trace | None = None
         self._n_traces = 0
+        self._clash: NameClash | None = None
         self.busy_seconds = 0.0
         self.step_seconds = 0.0
 
@@ -184,6 +186,8 @@ class Pipeline:
         try:
             self._check(call)
             self._check_wrappers(running)
+            if self._clash is not None and self._clash.warn(stacklevel=4):  # the line that calls step() or eval()
+                self._clash = None
             batch = Batch(
                 call.args,
                 call.kwargs,
@@ -369,6 +373,7 @@ class Pipeline:
             "loss_fn": settings.loss is not None,
             "scale_grads": settings.scale_grads,
             "check": sorted(settings.checks),
+            "state_names": [sketch(module) for _, module in settings.pieces],
             "data_parallel": [[bool(found), any(each.shards for each in found)] for found in wrappers],
         }
         if program is not None and len(program.chains) > 1:
@@ -386,6 +391,10 @@ class Pipeline:
         )
         assert program is not None  # the comparison has seen to it
         fitted = _with_stage_actions(settings.fitted, program, connection.cards)
+        everywhere = [
+            entry for card in connection.cards for entry in zip(card["stages"], card["state_names"], strict=True)
+        ]
+        self._clash = find_clash(settings.pieces, everywhere)
         training, forward_only = fitted.training, fitted.forward_only
         assert forward_only is not None
         rank = settings.world.rank
