@@ -10,6 +10,7 @@ __all__ = [
     "InputError",
     "LayoutError",
     "MismatchError",
+    "NameClashWarning",
     "NonFiniteError",
     "PeerLost",
     "PipelineError",
@@ -52,6 +53,10 @@ class PeerLost(PipelineError):
 
 class PipelineTimeout(PipelineError, TimeoutError):
     """Another rank did not do its part before the schedule's deadline."""
+
+
+class NameClashWarning(UserWarning):
+    """Two stages have a `state_dict` key in common, of which torch.distributed.checkpoint would keep one tensor."""
 
 
 class RemoteStageError(PipelineError):

@@ -19,7 +19,7 @@ from pypipe.runtime.batch import Batch, ChunkSpecs
 from pypipe.runtime.channels import ReceiveChannel, SendChannel
 from pypipe.runtime.connection import Connection
 from pypipe.runtime.copies import Copies, copy_channels, describe_copy
-from pypipe.runtime.data_parallel import Wrapper, find_wrappers
+from pypipe.runtime.data_parallel import Wrapper, find_wrappers, refused_module
 from pypipe.runtime.execution import StageExecution
 from pypipe.runtime.executor import Executor
 from pypipe.runtime.fitting import Fitted
@@ -27,6 +27,7 @@ from pypipe.runtime.local import LocalChannel
 from pypipe.runtime.merging import merge
 from pypipe.runtime.record import Recorder
 from pypipe.runtime.rendezvous import Card, refuse
+from pypipe.runtime.state_names import NameClash, find_clash, sketch
 from pypipe.runtime.tracing import Trace
 from pypipe.runtime.world import World
 
@@ -117,6 +118,7 @@ class Pipeline:
         self._n_traces = 0
         self.first_batch: str | None = None
         """What of the first batch was cut on this rank, along which dimension."""
+        self._clash: NameClash | None = None
         self.busy_seconds = 0.0
         self.step_seconds = 0.0
 
@@ -196,6 +198,8 @@ class Pipeline:
         try:
             self._check(call)
             self._check_wrappers(running)
+            if self._clash is not None and self._clash.warn(stacklevel=4):  # the line that calls step() or eval()
+                self._clash = None
             batch = Batch(
                 call.args,
                 call.kwargs,
@@ -395,6 +399,7 @@ class Pipeline:
             "loss_fn": settings.loss is not None,
             "scale_grads": settings.scale_grads,
             "check": sorted(settings.checks),
+            "state_names": [sketch(module) for _, module in settings.pieces],
             "data_parallel": [[bool(found), any(each.shards for each in found)] for found in wrappers],
         }
         if program is not None and len(program.chains) > 1:
@@ -412,6 +417,10 @@ class Pipeline:
         )
         assert program is not None  # the comparison has seen to it
         fitted = _with_stage_actions(settings.fitted, program, connection.cards)
+        everywhere = [
+            entry for card in connection.cards for entry in zip(card["stages"], card["state_names"], strict=True)
+        ]
+        self._clash = find_clash(settings.pieces, everywhere)
         training, forward_only = fitted.training, fitted.forward_only
         assert forward_only is not None
         rank = settings.world.rank
@@ -460,8 +469,11 @@ class Pipeline:
         settings = self._settings
         wrappers = [find_wrappers(module) for _, module in settings.pieces]
         identities = [wrapper.identity() for found in wrappers for wrapper in found]
-        for (piece, _), found in zip(settings.pieces, wrappers, strict=True):
-            problem = next((problem for wrapper in found if (problem := wrapper.problem()) is not None), None)
+        others = settings.world.others()
+        for (piece, module), found in zip(settings.pieces, wrappers, strict=True):
+            problem = refused_module(module, others)
+            if problem is None:
+                problem = next((problem for wrapper in found if (problem := wrapper.problem()) is not None), None)
             copied = settings.program is not None and len(settings.program.chains) > 1
             if copied and any(wrapper.shards for wrapper in found):
                 problem = (

@@ -38,6 +38,12 @@ class World:
     group: Any
     name: str
 
+    def others(self) -> frozenset[int]:
+        """The global ranks of the other members; empty where there is no process group."""
+        if self.group is None:
+            return frozenset()
+        return frozenset(dist.get_process_group_ranks(self.group)) - {dist.get_rank()}
+
     def meetings(self) -> int:
         """How often this set of ranks has met, less one."""
         return _meetings.get(self.name, -1)

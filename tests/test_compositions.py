@@ -1,0 +1,59 @@
+"""docs/compositions.md says what may stand around and inside a stage; the case behind each of its rows runs here."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from compositions import COMPOSITIONS, run_all
+from rank_pool import RankPool
+
+PAGE = Path(__file__).parents[1] / "docs" / "compositions.md"
+ROWS = re.findall(r"^\| (?!composition|---)(.+?) \| (.+?) \| .*\|$", PAGE.read_text(), re.MULTILINE)
+
+_REPLICAS = "test_replicated_stages_have_the_gradients_of_one_model"
+_TENSORS = "test_tensor_parallel_stages_have_the_gradients_of_the_whole_model"
+
+# Rows whose cases are in tests of their own: the file, the test, and what the case is called there.
+ELSEWHERE = {
+    "`DistributedDataParallel`": ("test_data_parallel.py", _REPLICAS, "ddp"),
+    "`replicate`": ("test_data_parallel.py", _REPLICAS, "replicate"),
+    "`fully_shard` of a whole stage": ("test_data_parallel.py", _REPLICAS, "fsdp"),
+    "`fully_shard`, nested": ("test_data_parallel.py", _REPLICAS, "fsdp_nested"),
+    "`fully_shard` on a mesh of two dimensions (HSDP)": ("test_data_parallel.py", "test_hybrid_sharding", "hsdp"),
+    "`parallelize_module`": ("test_tensor_parallel.py", _TENSORS, "plain"),
+    "`DTensor`s at a boundary": ("test_tensor_parallel.py", _TENSORS, "partial"),
+}
+
+
+def test_each_row_has_a_case_and_each_case_a_row() -> None:
+    names = [name for name, _ in ROWS]
+    assert sorted(names) == sorted([*COMPOSITIONS, *ELSEWHERE])
+    for name, (file, test, case) in ELSEWHERE.items():
+        text = (Path(__file__).parent / file).read_text()
+        assert f"def {test}(" in text, name
+        assert f'"{case}"' in text, name
+    for name, verdict in ROWS:
+        refused = name in COMPOSITIONS and COMPOSITIONS[name].refused is not None
+        assert verdict == ("refused" if refused else "right"), name
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "ScheduleGPipe",
+        "Schedule1F1B",
+        "ScheduleZBH1",
+        "ScheduleInterleaved1F1B v=2",
+        "ScheduleZBVZeroBubble",
+    ],
+)
+def test_the_table_is_true(ranks: RankPool, schedule: str) -> None:
+    results = ranks.run(2, run_all, schedule)
+    tried = {name for name, case in COMPOSITIONS.items() if case.schedules is None or schedule in case.schedules}
+    found = []
+    for result in results:
+        assert result.keys() == tried
+        found += [text for texts in result.values() for text in texts]
+    assert not found, "\n".join(found)
