@@ -11,11 +11,10 @@ from __future__ import annotations
 import sys
 from typing import Any, Protocol
 
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Wrapper", "find_wrappers", "refused_module"]
+__all__ = ["Wrapper", "find_wrappers"]
 
 
 class Wrapper(Protocol):
@@ -83,35 +82,6 @@ def find_wrappers(module: nn.Module) -> list[Wrapper]:
                 below.update(part.modules())
                 found.append(Sharded(part))
     return found
-
-
-def refused_module(module: nn.Module, others: frozenset[int]) -> str | None:
-    """Why a stage's module cannot be trained here, and what to do; None where it can.
-
-    Args:
-        module: the stage's.
-        others: the global ranks of the other stages' holders.
-    """
-    has_fsdp = "torch.distributed.fsdp" in sys.modules
-    for name, part in module.named_modules():
-        where = f" ({name})" if name else ""
-        if has_fsdp:
-            from torch.distributed.fsdp import FullyShardedDataParallel
-
-            if isinstance(part, FullyShardedDataParallel):
-                return (
-                    f"FullyShardedDataParallel in a stage{where} gathers and reduces in every microbatch, and cannot "
-                    "be told to do so once a step: use fully_shard(module, mesh=...) instead"
-                )
-        if isinstance(part, nn.SyncBatchNorm) and others and dist.is_initialized():
-            group = part.process_group if part.process_group is not None else dist.group.WORLD
-            if not others.isdisjoint(dist.get_process_group_ranks(group)):
-                return (
-                    f"SyncBatchNorm would add up the statistics of different stages{where}: its process group has "
-                    "other ranks of this pipeline; give it the group of this stage's replicas: "
-                    "SyncBatchNorm.convert_sync_batchnorm(module, process_group=...)"
-                )
-    return None
 
 
 def _replicate_state(module: nn.Module) -> Any:

@@ -19,13 +19,14 @@ from pypipe.runtime.batch import Batch, ChunkSpecs
 from pypipe.runtime.channels import ReceiveChannel, SendChannel
 from pypipe.runtime.connection import Connection
 from pypipe.runtime.copies import Copies, copy_channels, describe_copy
-from pypipe.runtime.data_parallel import Wrapper, find_wrappers, refused_module
+from pypipe.runtime.data_parallel import Wrapper, find_wrappers
 from pypipe.runtime.execution import StageExecution
 from pypipe.runtime.executor import Executor
 from pypipe.runtime.fitting import Fitted
 from pypipe.runtime.local import LocalChannel
 from pypipe.runtime.merging import merge
 from pypipe.runtime.record import Recorder
+from pypipe.runtime.refused import refused_module, refused_now
 from pypipe.runtime.rendezvous import Card, refuse
 from pypipe.runtime.state_names import NameClash, find_clash, sketch
 from pypipe.runtime.tracing import Trace
@@ -284,6 +285,8 @@ class Pipeline:
         where = self._settings.where
         if call.training and not torch.is_grad_enabled():
             raise InputError(f"{where}: step() needs gradients, but they are off here (torch.no_grad()): call eval()")
+        if call.training and (problem := refused_now(module for _, module in self._settings.pieces)) is not None:
+            raise InputError(f"{where}: {problem}")
         if call.losses is not None and not isinstance(call.losses, list):
             raise InputError(f"{where}: losses is a {type(call.losses).__name__}; give a list, it will be filled")
         if not self._holds_last:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from compositions_run import RATE, WIDTH, Composition, Stage, every, run
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils import checkpoint
 
@@ -163,7 +163,71 @@ def _optimizer_in_backward(stage: Any) -> None:
         parameter.register_post_accumulate_grad_hook(step)
 
 
+def _multi_grad_hooks(mode: Any) -> Callable[[Any], None]:
+    def prepare(stage: Any) -> None:
+        stage.calls = 0
+
+        def count(_: Any) -> None:
+            stage.calls += 1
+
+        torch.autograd.graph.register_multi_grad_hook(list(stage.parameters()), count, mode=mode)
+
+    return prepare
+
+
+def _note_calls(module: Any, notes: dict[str, Tensor], step: int) -> None:
+    notes["calls"] = torch.tensor(module.calls)
+
+
+def _main_grads(count: int) -> list[nn.Module]:
+    """Each gradient is moved, as it is made, to a buffer of the optimizer's."""
+
+    def prepare(stage: Any) -> None:
+        stage.double()  # to() would give the parameters other nodes
+        stage.nodes = []
+        for parameter in stage.parameters():
+            parameter.main_grad = torch.zeros_like(parameter)
+            stage.nodes.append(torch.autograd.graph.get_gradient_edge(parameter).node)
+
+            def move(*_: Any, parameter: Any = parameter) -> None:
+                parameter.main_grad += parameter.grad
+                parameter.grad = None
+
+            stage.nodes[-1].register_hook(move)
+
+    return _prepared(prepare)(count)
+
+
+def _descend_main_grads(modules: list[nn.Module], step: int, group: Any) -> None:
+    with torch.no_grad():
+        for parameter in (p for module in modules for p in module.parameters()):
+            parameter -= RATE * parameter.main_grad  # type: ignore[attr-defined]
+            parameter.main_grad.zero_()  # type: ignore[attr-defined]
+
+
+def _apply_in_backward(stage: nn.Module, group: Any) -> nn.Module:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    _apply_optimizer_in_backward(torch.optim.SGD, stage.parameters(), {"lr": RATE})
+    return stage
+
+
 # Modules
+
+
+def _composable_checkpoint(stage: nn.Module) -> None:
+    from torch.distributed._composable import checkpoint as composable
+
+    composable(stage)
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x.unsqueeze(1))[0].squeeze(1)
 
 
 class _Lazy(nn.LazyLinear):
@@ -173,6 +237,10 @@ class _Lazy(nn.LazyLinear):
         with torch.random.fork_rng([]):
             torch.manual_seed(7)
             super().initialize_parameters(input)
+
+
+def _traced() -> nn.Module:
+    return torch.jit.trace(Stage().double(), torch.randn(2, WIDTH, dtype=torch.float64))
 
 
 def _compiled(count: int) -> list[nn.Module]:
@@ -287,8 +355,10 @@ COMPOSITIONS: dict[str, Composition] = {
     ),
     "selective checkpointing": Composition(_with(_selective)),
     "`checkpoint_wrapper`": Composition(every(_checkpoint_wrapper)),
+    "`torch.distributed._composable.checkpoint`": Composition(_prepared(_composable_checkpoint)),
     "`torch.compile`": Composition(_compiled),
     "`torch.jit.script`": Composition(every(lambda: torch.jit.script(Stage()))),
+    "`torch.jit.trace`": Composition(every(_traced)),
     "`autocast` around `step()`": Composition(
         _with(Around.inner), around=_autocast, whole=False, loss=_float_mse, dtype=torch.float32, tolerance=1e-5
     ),
@@ -302,11 +372,24 @@ COMPOSITIONS: dict[str, Composition] = {
     "hooks of tensors": Composition(_with(_tensor_hooks)),
     "hooks of parameters": Composition(_prepared(_parameter_hooks)),
     "post-accumulate-grad hooks, an optimizer in the backward": Composition(_prepared(_optimizer_in_backward)),
+    "multi-grad hooks": Composition(_prepared(_multi_grad_hooks("all")), whole=False, after=_note_calls),
+    'multi-grad hooks, `mode="any"`': Composition(_prepared(_multi_grad_hooks("any")), whole=False, after=_note_calls),
+    "hooks of AccumulateGrad nodes (`main_grad`)": Composition(_main_grads, update=_descend_main_grads),
+    "`_apply_optimizer_in_backward`": Composition(
+        wrap=_apply_in_backward, refused="use Tensor.register_post_accumulate_grad_hook"
+    ),
     "`parametrizations.weight_norm`": Composition(_prepared(lambda s: parametrizations.weight_norm(s.linear))),
     "`parametrizations.spectral_norm`": Composition(
         _prepared(lambda s: parametrizations.spectral_norm(s.linear)), whole=False
     ),
     "`parametrizations.orthogonal`": Composition(_prepared(lambda s: parametrizations.orthogonal(s.linear))),
+    "`parametrize.cached()` around `step()`": Composition(
+        _prepared(lambda s: parametrizations.weight_norm(s.linear)),
+        around=parametrize.cached,
+        refused="parametrize.cached() around step()",
+    ),
+    "`nn.utils.prune`": Composition(_prepared(lambda s: prune.l1_unstructured(s.linear, "weight", 0.3))),
+    "recurrent modules (`LSTM`)": Composition(every(_Recurrent)),
     "lazy modules": Composition(every(lambda: nn.Sequential(_Lazy(WIDTH), nn.Tanh()))),
     "`BatchNorm`": Composition(
         # (no bias before it: that has no influence, and its gradient would be rounding noise)
@@ -330,6 +413,8 @@ COMPOSITIONS: dict[str, Composition] = {
     "complex parameters": Composition(every(_Complex), loss=_complex_mse),
     "`saved_tensors_hooks`": Composition(around=_packed),
     "`save_on_cpu`": Composition(around=torch.autograd.graph.save_on_cpu),
+    "`detect_anomaly`": Composition(around=torch.autograd.detect_anomaly),
+    "`allow_mutation_on_saved_tensors`": Composition(around=torch.autograd.graph.allow_mutation_on_saved_tensors),
     "`eval()` in `inference_mode()`": Composition(around_eval=torch.inference_mode),
     "`nn.DataParallel`": Composition(every(lambda: nn.DataParallel(Stage()))),
     "`FullyShardedDataParallel` (FSDP1)": Composition(wrap=_fsdp1, refused="use fully_shard"),

@@ -1,0 +1,59 @@
+"""What cannot be right in a stage: refused by name, before it makes a wrong number."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+import torch.distributed as dist
+from torch import nn
+
+__all__ = ["refused_module", "refused_now"]
+
+
+def refused_module(module: nn.Module, others: frozenset[int]) -> str | None:
+    """Why a stage's module cannot be trained here, and what to do; None where it can.
+
+    Args:
+        module: the stage's.
+        others: the global ranks of the other stages' holders.
+    """
+    for name, parameter in module.named_parameters():
+        if getattr(parameter, "_in_backward_optimizers", None):
+            return (
+                f"_apply_optimizer_in_backward makes an optimizer step of every microbatch's backward ({name}): use "
+                "Tensor.register_post_accumulate_grad_hook, whose hooks run once a step, with the whole gradient"
+            )
+    has_fsdp = "torch.distributed.fsdp" in sys.modules
+    for name, part in module.named_modules():
+        where = f" ({name})" if name else ""
+        if has_fsdp:
+            from torch.distributed.fsdp import FullyShardedDataParallel
+
+            if isinstance(part, FullyShardedDataParallel):
+                return (
+                    f"FullyShardedDataParallel in a stage{where} gathers and reduces in every microbatch, and cannot "
+                    "be told to do so once a step: use fully_shard(module, mesh=...) instead"
+                )
+        if isinstance(part, nn.SyncBatchNorm) and others and dist.is_initialized():
+            group = part.process_group if part.process_group is not None else dist.group.WORLD
+            if not others.isdisjoint(dist.get_process_group_ranks(group)):
+                return (
+                    f"SyncBatchNorm would add up the statistics of different stages{where}: its process group has "
+                    "other ranks of this pipeline; give it the group of this stage's replicas: "
+                    "SyncBatchNorm.convert_sync_batchnorm(module, process_group=...)"
+                )
+    return None
+
+
+def refused_now(modules: Iterable[nn.Module]) -> str | None:
+    """Why modules that can be trained cannot be where a step begins; None where they can."""
+    parametrize = sys.modules.get("torch.nn.utils.parametrize")
+    if not getattr(parametrize, "_cache_enabled", 0):
+        return None
+    if any(hasattr(part, "parametrizations") for module in modules for part in module.modules()):
+        return (
+            "torch.nn.utils.parametrize.cached() around step() would give all microbatches one graph of the "
+            "parametrized weights, which the first backward frees: use it in a stage's forward, or around eval()"
+        )
+    return None
