@@ -186,7 +186,7 @@ class StageExecution:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether any parameter has a `.grad` of this step. What a sharded one has got is dropped where a step fails."""
+        """Whether any parameter has a `.grad` of this step. That of a sharded one is dropped where a step fails."""
         return not self._moves_gradients and any(parameter.grad is not None for parameter in self._module.parameters())
 
     def receiver(self, kind: Kind) -> ReceiveChannel:
