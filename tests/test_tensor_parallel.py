@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import transparency
 from rank_pool import RankPool
-from tensor_parallel_cases import Case, train_many, without_a_mesh
+from tensor_parallel_cases import Case, copied, train_many, without_a_mesh
 
 STYLES = ["plain", "residual", "to_local", "shard", "replicate", "partial"]
 
@@ -38,3 +38,7 @@ def test_a_mesh_that_no_parameter_tells_is_asked_for(ranks: RankPool) -> None:
     # The whole row has two halves, one from each rank of the mesh; each rank's weight gets its half's gradient.
     halves = [[2.0 * (8 * half + i) for i in range(8)] for half in range(2)]
     assert ranks.run(4, without_a_mesh, True) == [*halves, [], []]
+
+
+def test_gradients_are_copied_without_a_collective(ranks: RankPool) -> None:
+    assert ranks.run(4, copied) == [[]] * 4

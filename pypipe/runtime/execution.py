@@ -27,7 +27,7 @@ from pypipe.runtime.losses import Losses
 from pypipe.runtime.merging import require_mergeable
 from pypipe.runtime.split import SplitBackward, WeightWork
 from pypipe.runtime.structure import map_tensors
-from pypipe.runtime.wrapped import Meshes
+from pypipe.runtime.wrapped import Meshes, copy_of
 
 __all__ = ["StageExecution"]
 
@@ -398,7 +398,7 @@ class StageExecution:
         assert self._fresh is not None
         for tensor in self._fresh:
             if tensor.grad is not None and any(slot is not None and slot.holds(tensor.grad) for slot in slots):
-                tensor.grad = tensor.grad.clone()
+                tensor.grad = copy_of(tensor.grad)
         if not self._moves_gradients:
             self._fresh = [tensor for tensor in self._fresh if tensor.grad is None]
 
@@ -423,7 +423,7 @@ def _owned(gradients: list[Tensor | None], *lenders: Received | Handed | Loan | 
     for gradient in gradients:
         for lender in lenders:
             if gradient is not None and lender is not None and lender.holds(gradient):
-                gradient = gradient.detach().clone()
+                gradient = copy_of(gradient)
                 break
         owned.append(gradient)
     return owned
@@ -434,7 +434,7 @@ def _kept(tree: Any, *lenders: Received | Handed | Loan | None) -> Any:
 
     def kept(tensor: Tensor) -> Tensor:
         lent = any(lender is not None and (tensor.is_nested or lender.holds(tensor)) for lender in lenders)
-        return tensor.detach().clone() if lent else tensor
+        return copy_of(tensor) if lent else tensor
 
     if isinstance(tree, Tensor):
         return kept(tree)

@@ -27,7 +27,7 @@ from pypipe.runtime.backward import gradient_edge, run_backward
 from pypipe.runtime.saved import drop_saved, drop_weights
 from pypipe.runtime.split_graph import AccumulateGrad, Node, walk
 from pypipe.runtime.split_plan import SplitPlan, SplitPlans
-from pypipe.runtime.wrapped import memory_parts
+from pypipe.runtime.wrapped import copy_of, memory_parts
 
 __all__ = ["SplitBackward", "WeightWork"]
 
@@ -256,7 +256,7 @@ class _Accumulated:
             for leaf in fresh:
                 new = leaf.grad
                 if new is not None and any(part.untyped_storage()._cdata in storages for part in memory_parts(new)):
-                    leaf.grad = new.clone()
+                    leaf.grad = copy_of(new)
 
 
 class _WeightCaller:

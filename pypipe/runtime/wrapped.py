@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pypipe.errors import LayoutError, MismatchError
 
-__all__ = ["Meshes", "is_distributed", "memory_parts", "settled", "to_distributed", "to_plain"]
+__all__ = ["Meshes", "copy_of", "is_distributed", "memory_parts", "settled", "to_distributed", "to_plain"]
 
 Placement = tuple[Any, ...]
 Distribution = tuple[Any, ...]
@@ -30,6 +30,23 @@ def memory_parts(tensor: Tensor) -> Sequence[Tensor]:
     names, _ = tensor.__tensor_flatten__()
     held = [getattr(tensor, name) for name in names]  # a DTensor's mesh is among them
     return [part for each in held if isinstance(each, Tensor) for part in memory_parts(each)]
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """A copy in memory of its own, without a graph.
+
+    Of a DTensor its local part is copied: to clone one that is a partial sum is a collective, in which the other ranks
+    of its mesh need not take part, since memory is each rank's own affair.
+    """
+    tensor = settled(tensor.detach())
+    if type(tensor) is Tensor or not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.clone()
+    kind: Any = type(tensor)
+    names, rest = tensor.__tensor_flatten__()
+    held = {name: getattr(tensor, name) for name in names}
+    copied = {name: copy_of(each) if isinstance(each, Tensor) else each for name, each in held.items()}
+    made: Tensor = kind.__tensor_unflatten__(copied, rest, tensor.shape, tensor.stride())
+    return made.detach()
 
 
 def settled(tensor: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import copy
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed._functional_collectives as funcol
 import transparency
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -21,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 import pypipe
+from pypipe.runtime.wrapped import copy_of
 
 CPU = torch.device("cpu")
 WIDTH, LENGTH = 8, 4
@@ -180,6 +182,24 @@ def _run(blocks: list[nn.Module], x: Tensor) -> Tensor:
 def train_many(rank: int, size: int, group: Any, cases: list[Case]) -> list[str]:
     """Several cases in one call."""
     return [f"{case}: {text}" for case in cases for text in train(rank, size, group, case)]
+
+
+def copied(rank: int, size: int, group: Any) -> list[str]:
+    """A partial sum is copied without a collective: another rank of the mesh may have nothing to copy."""
+    mesh = mesh_of((2, 2), ("pp", "tp"))["tp"]
+    partial = DTensor.from_local(torch.full((3,), float(rank)), mesh, [Partial()], run_check=False)
+    wrong = []
+    if mesh.get_local_rank() == 0:
+        copy_made = copy_of(partial)
+        if not isinstance(copy_made, DTensor) or copy_made.placements != (Partial(),) or copy_made.shape != (3,):
+            wrong.append(f"rank {rank}: the copy is {copy_made}")
+        partial.to_local().zero_()
+        if copy_made.to_local().tolist() != [rank] * 3:
+            wrong.append(f"rank {rank}: the copy shares memory, or has other values")
+    coming = funcol.all_reduce(torch.ones(2), "sum", mesh)
+    if copy_of(coming).tolist() != [2.0, 2.0]:
+        wrong.append(f"rank {rank}: a collective's result was copied before it was there")
+    return wrong
 
 
 class _Bare(nn.Module):
