@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import loss_parallel_cases
 import pytest
 import transparency
 from rank_pool import RankPool
@@ -38,3 +39,12 @@ def test_a_mesh_that_no_parameter_tells_is_asked_for(ranks: RankPool) -> None:
     # The whole row has two halves, one from each rank of the mesh; each rank's weight gets its half's gradient.
     halves = [[2.0 * (8 * half + i) for i in range(8)] for half in range(2)]
     assert ranks.run(4, without_a_mesh, True) == [*halves, [], []]
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    ["ScheduleGPipe", "Schedule1F1B", "ScheduleZBH1", "ScheduleInterleaved1F1B v=2", "ScheduleZBVZeroBubble"],
+)
+def test_a_loss_of_sharded_classes(ranks: RankPool, schedule: str) -> None:
+    found = [text for texts in ranks.run(4, loss_parallel_cases.train, schedule) for text in texts]
+    assert not found, "\n".join(found)
