@@ -24,6 +24,7 @@ ELSEWHERE = {
     "`fully_shard` on a mesh of two dimensions (HSDP)": ("test_data_parallel.py", "test_hybrid_sharding", "hsdp"),
     "`parallelize_module`": ("test_tensor_parallel.py", _TENSORS, "plain"),
     "`DTensor`s at a boundary": ("test_tensor_parallel.py", _TENSORS, "partial"),
+    "`loss_parallel()` around `step()`": ("test_tensor_parallel.py", "test_a_loss_of_sharded_classes", "ScheduleZBH1"),
 }
 
 

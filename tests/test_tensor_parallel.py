@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import loss_parallel_cases
 import pytest
 import transparency
 from rank_pool import RankPool
@@ -42,3 +43,12 @@ def test_a_mesh_that_no_parameter_tells_is_asked_for(ranks: RankPool) -> None:
 
 def test_gradients_are_copied_without_a_collective(ranks: RankPool) -> None:
     assert ranks.run(4, copied) == [[]] * 4
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    ["ScheduleGPipe", "Schedule1F1B", "ScheduleZBH1", "ScheduleInterleaved1F1B v=2", "ScheduleZBVZeroBubble"],
+)
+def test_a_loss_of_sharded_classes(ranks: RankPool, schedule: str) -> None:
+    found = [text for texts in ranks.run(4, loss_parallel_cases.train, schedule) for text in texts]
+    assert not found, "\n".join(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -48,6 +49,13 @@ def refused_module(module: nn.Module, others: frozenset[int]) -> str | None:
 
 def refused_now(modules: Iterable[nn.Module]) -> str | None:
     """Why modules that can be trained cannot be where a step begins; None where they can."""
+    if getattr(torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled", False):
+        # It knows them by id and address, and forgets neither when it lets a tensor go. Where backwards are split, and
+        # microbatches are in flight, both have soon been used again, for another microbatch's tensor.
+        return (
+            "torch.autograd.graph.allow_mutation_on_saved_tensors() around step() may take one microbatch's saved "
+            "tensor for another's: leave it out, and clone() a tensor before you change it in place"
+        )
     parametrize = sys.modules.get("torch.nn.utils.parametrize")
     if not getattr(parametrize, "_cache_enabled", 0):
         return None

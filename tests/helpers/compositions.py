@@ -414,7 +414,9 @@ COMPOSITIONS: dict[str, Composition] = {
     "`saved_tensors_hooks`": Composition(around=_packed),
     "`save_on_cpu`": Composition(around=torch.autograd.graph.save_on_cpu),
     "`detect_anomaly`": Composition(around=torch.autograd.detect_anomaly),
-    "`allow_mutation_on_saved_tensors`": Composition(around=torch.autograd.graph.allow_mutation_on_saved_tensors),
+    "`allow_mutation_on_saved_tensors`": Composition(
+        around=torch.autograd.graph.allow_mutation_on_saved_tensors, refused="clone() a tensor before you change it"
+    ),
     "`eval()` in `inference_mode()`": Composition(around_eval=torch.inference_mode),
     "`nn.DataParallel`": Composition(every(lambda: nn.DataParallel(Stage()))),
     "`FullyShardedDataParallel` (FSDP1)": Composition(wrap=_fsdp1, refused="use fully_shard"),
