@@ -148,9 +148,10 @@ class Hub {
   [[nodiscard]] std::pair<std::string, std::uint64_t> lost_cause(int lost, std::string_view how);
   void ring_all() noexcept;
 
+  Doorbell arrivals_;
   const int rank_;
-  std::map<int, std::unique_ptr<Peer>> peers_;
   Fd wake_;
+  std::map<int, std::unique_ptr<Peer>> peers_;
   std::thread thread_;
   std::atomic<bool> closing_{false};
   std::atomic<bool> failed_{false};
@@ -168,7 +169,6 @@ class Hub {
   std::mutex asking_;                            // one question of this rank at a time
   std::uint64_t question_ = 0;                   // this rank's latest; guarded by `mutex_`, as are its answers
   std::map<std::uint32_t, Activity> answers_;
-  Doorbell arrivals_;
 };
 
 }  // namespace pypipe

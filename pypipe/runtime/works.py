@@ -90,7 +90,7 @@ class Waiter:
             while (job := self._jobs.get()) is not None:
                 self._work, awaited = job
                 try:
-                    # Not the group's own timeout: when that passes, the backend closes its connections for everybody.
+                    # Not the group's own timeout: when that passes, the backend closes its connections for all.
                     self._work.wait(_FOR_EVER)
                 except Exception as error:
                     awaited.fail(error)

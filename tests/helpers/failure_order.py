@@ -104,9 +104,9 @@ def at_the_end(rank: int, size: int, group: Any, link: str, name: str, call: str
         code, action, microbatch = executor._plan[-1]
 
         def last(number: int) -> None:
+            action(number)  # on the culprit, it waits for what the late rank's has sent
             if rank == culprit:
                 raise ArithmeticError("deliberate")
-            action(number)
             _await_cause(schedule)
 
         if rank in (culprit, late):
