@@ -77,6 +77,17 @@ OTHERS: dict[str, Loss] = {
 }
 
 
+def _off(rank: int, held: list[tuple[int, nn.Module]], reference: list[nn.Module]) -> list[str]:
+    """Which gradients are not the reference's."""
+    differences = []
+    for piece, module in held:
+        for (parameter, a), b in zip(module.named_parameters(), reference[piece].parameters(), strict=True):
+            worst = transparency.difference(a.grad, b.grad)
+            if not worst <= transparency.TOLERANCE:
+                differences.append(f"rank {rank}: {parameter} of stage {piece} is {worst:g} off")
+    return differences
+
+
 def compare(rank: int, size: int, group: Any, name: str, scale_grads: bool) -> list[str]:
     """Two steps with each loss function, gradients added up."""
     differences: list[str] = []
@@ -104,11 +115,7 @@ def compare(rank: int, size: int, group: Any, name: str, scale_grads: bool) -> l
                     worst = transparency.difference(losses.pop(0), expected.detach())
                     if not worst <= transparency.TOLERANCE:
                         differences.append(f"{what}, rank {rank}, step {step}: a loss is {worst:g} off")
-        for piece, module in held:
-            for (parameter, a), b in zip(module.named_parameters(), reference[piece].parameters(), strict=True):
-                worst = transparency.difference(a.grad, b.grad)
-                if not worst <= transparency.TOLERANCE:
-                    differences.append(f"{what}, rank {rank}: {parameter} of stage {piece} is {worst:g} off")
+        differences += [f"{what}, {text}" for text in _off(rank, held, reference)]
         schedule.close()
     return differences
 
@@ -152,12 +159,7 @@ def with_a_head(rank: int, size: int, group: Any, name: str, hands_over: bool) -
             x, target = torch.randn(7, 4, dtype=torch.float64), torch.randint(0, 5, (7,))
             schedule.step(x, target=target)
             functional.cross_entropy(reference[-1].head(unpipelined(reference, x)), target).backward()
-    differences = []
-    for piece, module in held:
-        for (parameter, a), b in zip(module.named_parameters(), reference[piece].parameters(), strict=True):
-            worst = transparency.difference(a.grad, b.grad)
-            if not worst <= transparency.TOLERANCE:
-                differences.append(f"rank {rank}: {parameter} of stage {piece} is {worst:g} off")
+    differences = _off(rank, held, reference)
     schedule.close()
     return differences
 
@@ -194,12 +196,7 @@ def of_a_tree(rank: int, size: int, group: Any, name: str) -> list[str]:
     schedule.step(x, target=y, return_outputs=False)
     output = unpipelined(reference, x)
     functional.mse_loss(output["y"] * output["pair"][0], y).backward()
-    differences = []
-    for piece, module in held:
-        for (parameter, a), b in zip(module.named_parameters(), reference[piece].parameters(), strict=True):
-            worst = transparency.difference(a.grad, b.grad)
-            if not worst <= transparency.TOLERANCE:
-                differences.append(f"rank {rank}: {parameter} of stage {piece} is {worst:g} off")
+    differences = _off(rank, held, reference)
     schedule.close()
     return differences
 
@@ -220,13 +217,7 @@ def in_place(rank: int, size: int, group: Any, name: str, saves: bool) -> list[s
     finally:
         schedule.close()
     _in_place(unpipelined(reference, x), y).backward()
-    differences = []
-    for piece, module in held:
-        for (parameter, a), b in zip(module.named_parameters(), reference[piece].parameters(), strict=True):
-            worst = transparency.difference(a.grad, b.grad)
-            if not worst <= transparency.TOLERANCE:
-                differences.append(f"rank {rank}: {parameter} of stage {piece} is {worst:g} off")
-    return differences
+    return _off(rank, held, reference)
 
 
 REFUSED: dict[str, Loss] = {
