@@ -199,7 +199,8 @@ class Pipeline:
         try:
             self._check(call)
             self._check_wrappers(running)
-            if self._clash is not None and self._clash.warn(stacklevel=4):  # the line that calls step() or eval()
+            if self._clash is not None:
+                self._clash.warn(stacklevel=4)  # the line that calls step() or eval()
                 self._clash = None
             batch = Batch(
                 call.args,

@@ -22,6 +22,7 @@ __all__ = ["NameClash", "find_clash", "sketch"]
 # of a large pipeline (2^14 hashes) two different keys have one hash in common once in a million pipelines.
 _MOST, _BYTES, _CHARACTERS = 256, 6, 8
 
+_CHECKPOINT = "torch.distributed.checkpoint"
 _warned = False  # a process says it once, however many pipelines it builds
 
 
@@ -54,28 +55,42 @@ class NameClash:
     """
 
     def __init__(self, key: str, mine: int, other: int) -> None:
-        self._text = (
+        self.text = (
             f"stages {min(mine, other)} and {max(mine, other)} both have {key!r} in their state_dict(), and "
             "torch.distributed.checkpoint keeps one tensor of a name: give each stage's keys a prefix, for example "
             'f"stages.{stage_index}.", as pypipe\'s docs/checkpoints.md shows. To silence this: '
             'warnings.filterwarnings("ignore", category=pypipe.NameClashWarning)'
         )
 
-    def warn(self, stacklevel: int) -> bool:
-        """Warns where torch.distributed.checkpoint has been imported: other scripts lose nothing by it.
+    def warn(self, stacklevel: int) -> None:
+        """Warns now where torch.distributed.checkpoint has been imported, else as soon as it is.
+
+        A script that never imports it loses nothing by the clash, and reads no warning.
 
         Args:
             stacklevel: as for warnings.warn(), from the caller's point of view.
-
-        Returns:
-            Whether that has been said, now or by an earlier pipeline of this process.
         """
         global _warned
-        if _warned or "torch.distributed.checkpoint" not in sys.modules:
-            return _warned
+        if _warned:
+            return
         _warned = True
-        warnings.warn(self._text, NameClashWarning, stacklevel=stacklevel + 1)
-        return True
+        if _CHECKPOINT in sys.modules:
+            warnings.warn(self.text, NameClashWarning, stacklevel=stacklevel + 1)
+        else:
+            sys.meta_path.insert(0, _WarnAtImport(self.text))
+
+
+class _WarnAtImport:
+    """Finds no module, and warns when the first import of torch.distributed.checkpoint asks it to."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        """Called by the import system; the other finders do what is to be done."""
+        if name == _CHECKPOINT:
+            sys.meta_path.remove(self)  # type: ignore[arg-type]
+            warnings.warn(self._text, NameClashWarning, stacklevel=2)  # frames of the import system do not count
 
 
 def find_clash(held: Sequence[tuple[int, nn.Module]], cards: Iterable[tuple[int, str]]) -> NameClash | None:

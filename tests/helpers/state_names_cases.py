@@ -14,8 +14,6 @@ from torch import nn
 from pypipe import NameClashWarning
 from pypipe.runtime import state_names
 
-DCP = "torch.distributed.checkpoint"
-
 
 class Apart(nn.Module):
     """A stage whose keys are its own: a parameter of each stage's name, and optionally one that all have."""
@@ -50,21 +48,14 @@ def _modules(kind: str, count: int) -> list[nn.Module]:
     return [Apart([f"stage{number}", *common]) for number in range(count)]
 
 
-def warned(rank: int, size: int, group: Any, name: str, kind: str, steps: list[bool]) -> list[list[tuple[str, str]]]:
-    """For each step, the warnings (their text, and the file that they are attributed to).
-
-    Args:
-        steps: for each step, whether torch.distributed.checkpoint has been imported by then.
-    """
+def warned(rank: int, size: int, group: Any, name: str, kind: str, steps: int) -> list[list[tuple[str, str]]]:
+    """For each step of a script that has imported torch.distributed.checkpoint: text and file of each warning."""
     modules = _modules(kind, transparency.count_stages(name, size))
     schedule, _ = transparency.build(rank, size, group, name, modules, 2, loss_fn=nn.functional.mse_loss, timeout=30)
     found: list[list[tuple[str, str]]] = []
-    loaded = {key: module for key, module in sys.modules.items() if key == DCP}
-    with schedule, patch.object(state_names, "_warned", False), patch.dict(sys.modules, loaded):
-        for imported in steps:
-            sys.modules.pop(DCP, None)
-            if imported:
-                sys.modules[DCP] = sys  # it is looked for, not used
+    imported = {"torch.distributed.checkpoint": sys}  # it is looked for, not used
+    with schedule, patch.object(state_names, "_warned", False), patch.dict(sys.modules, imported):
+        for _ in range(steps):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 schedule.step(torch.ones(4, 4), target=torch.ones(4, 4))
