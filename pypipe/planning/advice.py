@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .comparison import Comparison
-from .request import Request
+from pypipe.planning.comparison import Comparison
+from pypipe.planning.request import Request
 
 _ENOUGH = 4  # microbatches for each rank, as a rule of thumb; twice as many is better still
 

@@ -11,7 +11,7 @@ from pypipe.program.catalog import catalog
 from pypipe.program.costs import costs_of
 from pypipe.program.search.candidates import Candidate, Stages, candidates, choose
 
-from .request import PlanError, Request
+from pypipe.planning.request import PlanError, Request
 
 _FIRST_LOOK = 150_000  # actions that the search lists for each placement at first
 _SECOND_LOOK = 1_000_000  # and for each of the most promising

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pypipe.errors import ConfigurationError
 from pypipe.program import Program
 
-from .traffic import DTYPES, UNITS, Traffic
+from pypipe.planning.traffic import DTYPES, UNITS, Traffic
 
 
 class PlanError(ConfigurationError):

@@ -1,38 +1,19 @@
 """Schedules as data: built, lowered, verified, simulated and drawn, without importing torch."""
 
-from .actions import Action, Kind
-from .auto import auto
-from .bubble import Bubble, split_bubble
-from .builders import (
-    Builder,
-    build,
-    builder_names,
-    dualpipe,
-    dualpipev,
-    find_builder,
-    gpipe,
-    interleaved,
-    interleaved_zero_bubble,
-    looped_bfs,
-    naive,
-    one_f_one_b,
-    register,
-    v_half,
-    v_min,
-    zb_h1,
-    zb_h2,
-    zbv,
-)
-from .drawing import grid
-from .errors import ProgramError
-from .lowering import lower
-from .measured import RankTimes, merge_ranks, predict
-from .memory import peak_memory
-from .programs import Chain, Channel, Link, Program, channel_of
-from .simulation import Event, Timeline, simulate
-from .stage_actions import add_stage_actions
-from .tables import dump_csv, dumps_csv, load_csv, loads_csv
-from .verification import Verified, verify
+from pypipe.program.actions import Action, Kind
+from pypipe.program.auto import auto
+from pypipe.program.bubble import Bubble, split_bubble
+from pypipe.program.builders import Builder, build, builder_names, dualpipe, dualpipev, find_builder, gpipe, interleaved, interleaved_zero_bubble, looped_bfs, naive, one_f_one_b, register, v_half, v_min, zb_h1, zb_h2, zbv
+from pypipe.program.drawing import grid
+from pypipe.program.errors import ProgramError
+from pypipe.program.lowering import lower
+from pypipe.program.measured import RankTimes, merge_ranks, predict
+from pypipe.program.memory import peak_memory
+from pypipe.program.programs import Chain, Channel, Link, Program, channel_of
+from pypipe.program.simulation import Event, Timeline, simulate
+from pypipe.program.stage_actions import add_stage_actions
+from pypipe.program.tables import dump_csv, dumps_csv, load_csv, loads_csv
+from pypipe.program.verification import Verified, verify
 
 __all__ = [
     "Action",

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from pypipe.errors import ConfigurationError
 
-from .catalog import catalog
-from .costs import Cost, costs_of
-from .errors import ProgramError
-from .programs import Program
-from .registry import register, require_numbers
-from .search.candidates import N_ACTIONS, Candidate, Stages, candidates, choose
+from pypipe.program.catalog import catalog
+from pypipe.program.costs import Cost, costs_of
+from pypipe.program.errors import ProgramError
+from pypipe.program.programs import Program
+from pypipe.program.registry import register, require_numbers
+from pypipe.program.search.candidates import N_ACTIONS, Candidate, Stages, candidates, choose
 
 
 @register("auto")

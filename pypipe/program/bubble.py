@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .actions import Action, Kind
-from .programs import Program
-from .simulation import Timeline
+from pypipe.program.actions import Action, Kind
+from pypipe.program.programs import Program
+from pypipe.program.simulation import Timeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,15 @@
 
 # The order of these lines is the order in which names are listed.
 # isort: off
-from .families.linear import gpipe, naive, one_f_one_b
-from .families.looped import interleaved, looped_bfs, interleaved_zero_bubble
-from .families.zero_bubble import zb_h1, zb_h2
-from .families.v_shaped import zbv
-from .families.controllable_memory import v_half, v_min
-from .families.bidirectional import dualpipe, dualpipev
+from pypipe.program.families.linear import gpipe, naive, one_f_one_b
+from pypipe.program.families.looped import interleaved, looped_bfs, interleaved_zero_bubble
+from pypipe.program.families.zero_bubble import zb_h1, zb_h2
+from pypipe.program.families.v_shaped import zbv
+from pypipe.program.families.controllable_memory import v_half, v_min
+from pypipe.program.families.bidirectional import dualpipe, dualpipev
 
 # isort: on
-from .registry import Builder, build, builder_names, find_builder, register
+from pypipe.program.registry import Builder, build, builder_names, find_builder, register
 
 __all__ = [
     "Builder",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 
-from .builders import builder_names, find_builder
-from .programs import Program
+from pypipe.program.builders import builder_names, find_builder
+from pypipe.program.programs import Program
 
 PER_RANK = "stages_per_rank"
 """The builders' name for v."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from pypipe.errors import ConfigurationError
 
-from .actions import Kind
-from .programs import Program
+from pypipe.program.actions import Kind
+from pypipe.program.programs import Program
 
 Cost = float | Sequence[float]
 """One number for all stages, or one for each stage."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from .actions import Action, Kind
-from .errors import stuck
-from .messages import Messages
-from .programs import Program
+from pypipe.program.actions import Action, Kind
+from pypipe.program.errors import stuck
+from pypipe.program.messages import Messages
+from pypipe.program.programs import Program
 
 
 def check_progress(program: Program, messages: Messages) -> None:

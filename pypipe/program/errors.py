@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from pypipe.errors import PipelineError
 
-from .actions import Action
-from .programs import Program
+from pypipe.program.actions import Action
+from pypipe.program.programs import Program
 
 _AROUND = 4  # actions shown on either side of a mark
 _MOST_RANKS = 8  # ranks listed in a message: a deadlock of 64 ranks is told by its first few

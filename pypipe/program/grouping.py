@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .actions import Action
-from .programs import Channel, Program, channel_of
+from pypipe.program.actions import Action
+from pypipe.program.programs import Channel, Program, channel_of
 
 Message = tuple[Channel, int]
 

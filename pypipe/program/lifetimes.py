@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .actions import Kind
-from .messages import Messages
-from .positions import Positions
-from .programs import Program
+from pypipe.program.actions import Kind
+from pypipe.program.messages import Messages
+from pypipe.program.positions import Positions
+from pypipe.program.programs import Program
 
 
 def fewest_slots(

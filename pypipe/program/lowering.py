@@ -10,14 +10,14 @@ from functools import partial
 
 from pypipe.errors import ConfigurationError
 
-from .actions import Action, Kind
-from .errors import stuck
-from .lifetimes import fewest_slots
-from .messages import Messages
-from .pairing import pair_transfers
-from .positions import find_positions
-from .programs import Link, Program
-from .stage_actions import put_back
+from pypipe.program.actions import Action, Kind
+from pypipe.program.errors import stuck
+from pypipe.program.lifetimes import fewest_slots
+from pypipe.program.messages import Messages
+from pypipe.program.pairing import pair_transfers
+from pypipe.program.positions import find_positions
+from pypipe.program.programs import Link, Program
+from pypipe.program.stage_actions import put_back
 
 _SEND = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B, Kind.I: Kind.SEND_B}
 # Hundreds of thousands of actions are made here, and this is the quickest way to make a named tuple.

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .actions import Action, Kind
-from .programs import Program
-from .simulation import Event, Timeline, simulate
+from pypipe.program.actions import Action, Kind
+from pypipe.program.programs import Program
+from pypipe.program.simulation import Event, Timeline, simulate
 
 
 @dataclass(frozen=True, slots=True)

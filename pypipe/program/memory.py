@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from pypipe.errors import ConfigurationError
 
-from .actions import Kind
-from .programs import Program
+from pypipe.program.actions import Kind
+from pypipe.program.programs import Program
 
 
 def peak_memory(program: Program, activation: float | Sequence[float] = 1) -> tuple[float, ...]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .actions import Action, Kind
-from .programs import Channel, Program
+from pypipe.program.actions import Action, Kind
+from pypipe.program.programs import Channel, Program
 
 
 class Messages:

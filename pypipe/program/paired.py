@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from .errors import stuck
-from .messages import Messages
-from .programs import Program
+from pypipe.program.errors import stuck
+from pypipe.program.messages import Messages
+from pypipe.program.programs import Program
 
 
 def check_paired_progress(program: Program, messages: Messages) -> None:

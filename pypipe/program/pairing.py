@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import heapq
 
-from .actions import Action, Kind
-from .errors import stuck
-from .messages import Messages
-from .programs import Program
+from pypipe.program.actions import Action, Kind
+from pypipe.program.errors import stuck
+from pypipe.program.messages import Messages
+from pypipe.program.programs import Program
 
 _UNITS = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .actions import Action, Kind
-from .errors import ProgramError, fault
-from .programs import Program
+from pypipe.program.actions import Action, Kind
+from pypipe.program.errors import ProgramError, fault
+from pypipe.program.programs import Program
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from pypipe.errors import ConfigurationError
 
-from .actions import Action, Kind
+from pypipe.program.actions import Action, Kind
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from pypipe.errors import ConfigurationError
 
-from .programs import Program
+from pypipe.program.programs import Program
 
 Builder = Callable[..., Program]
 

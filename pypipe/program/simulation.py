@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, overload
 
-from .actions import Action
-from .costs import Cost, costs_of
-from .memory import peak_memory
-from .positions import find_positions
-from .programs import Program
-from .timing import run, timed_lists
+from pypipe.program.actions import Action
+from pypipe.program.costs import Cost, costs_of
+from pypipe.program.memory import peak_memory
+from pypipe.program.positions import find_positions
+from pypipe.program.programs import Program
+from pypipe.program.timing import run, timed_lists
 
 
 class Event(NamedTuple):

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from .actions import Action, Kind
-from .errors import fault
-from .programs import Program
+from pypipe.program.actions import Action, Kind
+from pypipe.program.errors import fault
+from pypipe.program.programs import Program
 
 _ADDS_GRADIENTS = (Kind.B, Kind.W)
 

@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from .actions import Action, Kind
-from .errors import ProgramError
-from .programs import Chain, Program
+from pypipe.program.actions import Action, Kind
+from pypipe.program.errors import ProgramError
+from pypipe.program.programs import Chain, Program
 
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 _LONG_NAMES = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .actions import Action, Kind
-from .costs import Costs
-from .errors import stuck
-from .programs import Program
+from pypipe.program.actions import Action, Kind
+from pypipe.program.costs import Costs
+from pypipe.program.errors import stuck
+from pypipe.program.programs import Program
 
 
 @dataclass(frozen=True, slots=True)

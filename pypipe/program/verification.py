@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from .actions import Action, Kind
-from .deadlock import check_progress
-from .errors import fault
-from .messages import Messages
-from .paired import check_paired_progress
-from .positions import Positions, find_positions
-from .programs import Channel, Link, Program
-from .stage_actions import check_stage_actions
+from pypipe.program.actions import Action, Kind
+from pypipe.program.deadlock import check_progress
+from pypipe.program.errors import fault
+from pypipe.program.messages import Messages
+from pypipe.program.paired import check_paired_progress
+from pypipe.program.positions import Positions, find_positions
+from pypipe.program.programs import Channel, Link, Program
+from pypipe.program.stage_actions import check_stage_actions
 
 _TRANSFERS = {Kind.F: (Kind.SEND_F, Kind.RECV_F), Kind.B: (Kind.SEND_B, Kind.RECV_B)}
 

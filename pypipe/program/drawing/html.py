@@ -8,24 +8,9 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from ..actions import Kind
-from .palette import COLOURS
-from .panels import (
-    MEANINGS,
-    Drawn,
-    Panel,
-    caption,
-    chunks,
-    frees,
-    idle_shares,
-    is_linear,
-    kinds_of,
-    live_activations,
-    panels_of,
-    row_name,
-    share_text,
-    time_text,
-)
+from pypipe.program.actions import Kind
+from pypipe.program.drawing.palette import COLOURS
+from pypipe.program.drawing.panels import MEANINGS, Drawn, Panel, caption, chunks, frees, idle_shares, is_linear, kinds_of, live_activations, panels_of, row_name, share_text, time_text
 
 _MARKER = re.compile(r"@@(\w+)@@")
 

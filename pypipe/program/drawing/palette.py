@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..actions import Kind
+from pypipe.program.actions import Kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..actions import Action, Kind
-from ..bubble import split_bubble
-from ..programs import Program
-from ..simulation import Event, Timeline, simulate
+from pypipe.program.actions import Action, Kind
+from pypipe.program.bubble import split_bubble
+from pypipe.program.programs import Program
+from pypipe.program.simulation import Event, Timeline, simulate
 
 MEANINGS = {
     Kind.F: "forward",

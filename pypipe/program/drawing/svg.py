@@ -6,27 +6,10 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from xml.sax.saxutils import escape, quoteattr
 
-from ..actions import Kind
-from ..simulation import Event
-from .palette import COLOURS
-from .panels import (
-    MEANINGS,
-    Drawn,
-    Panel,
-    caption,
-    chunks,
-    end_of,
-    idle_shares,
-    kinds_of,
-    letter_and_microbatch,
-    number_text,
-    panels_of,
-    row_name,
-    share_text,
-    short_label,
-    ticks,
-    time_unit,
-)
+from pypipe.program.actions import Kind
+from pypipe.program.simulation import Event
+from pypipe.program.drawing.palette import COLOURS
+from pypipe.program.drawing.panels import MEANINGS, Drawn, Panel, caption, chunks, end_of, idle_shares, kinds_of, letter_and_microbatch, number_text, panels_of, row_name, share_text, short_label, ticks, time_unit
 
 # Lengths are CSS pixels, of which 96 make an inch.
 _ROW, _ROW_GAP = 20, 4

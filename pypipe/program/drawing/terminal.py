@@ -6,27 +6,11 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from ..actions import Kind
-from ..programs import Program
-from ..simulation import Event, Timeline
-from .palette import COLOURS
-from .panels import (
-    MEANINGS,
-    Drawn,
-    Panel,
-    caption,
-    chunks,
-    end_of,
-    is_linear,
-    kinds_of,
-    letter_and_microbatch,
-    number_text,
-    panels_of,
-    row_name,
-    short_label,
-    ticks,
-    time_unit,
-)
+from pypipe.program.actions import Kind
+from pypipe.program.programs import Program
+from pypipe.program.simulation import Event, Timeline
+from pypipe.program.drawing.palette import COLOURS
+from pypipe.program.drawing.panels import MEANINGS, Drawn, Panel, caption, chunks, end_of, is_linear, kinds_of, letter_and_microbatch, number_text, panels_of, row_name, short_label, ticks, time_unit
 
 _IDLE = "·"
 _GOES_ON = "─"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pypipe.errors import ConfigurationError
 
-from ..actions import Action
-from ..programs import Chain, Program
-from ..registry import register, require_numbers
-from .lists import PhaseList, keep_microbatches
-from .v_shaped import v_placement
+from pypipe.program.actions import Action
+from pypipe.program.programs import Chain, Program
+from pypipe.program.registry import register, require_numbers
+from pypipe.program.families.lists import PhaseList, keep_microbatches
+from pypipe.program.families.v_shaped import v_placement
 
 
 @register("dualpipe")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 
-from ..actions import Action, Kind
-from ..programs import Program
-from ..registry import register, require_numbers
-from .v_shaped import v_placement
+from pypipe.program.actions import Action, Kind
+from pypipe.program.programs import Program
+from pypipe.program.registry import register, require_numbers
+from pypipe.program.families.v_shaped import v_placement
 
 _PERIOD = 6  # F, I and W of two stages, a unit of time each
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from ..actions import Action, Kind
+from pypipe.program.actions import Action, Kind
 
 Place = tuple[int, int]
 """A stage and a microbatch."""

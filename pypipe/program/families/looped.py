@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..actions import Action, Kind
-from ..programs import Program
-from ..registry import register, require_numbers
-from .lists import alternate, looped_orders
+from pypipe.program.actions import Action, Kind
+from pypipe.program.programs import Program
+from pypipe.program.registry import register, require_numbers
+from pypipe.program.families.lists import alternate, looped_orders
 
 
 @register("interleaved")

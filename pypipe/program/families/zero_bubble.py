@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..programs import Program
-from ..registry import register, require_numbers
-from .lists import alternate
+from pypipe.program.programs import Program
+from pypipe.program.registry import register, require_numbers
+from pypipe.program.families.lists import alternate
 
 
 @register("zb_h1")

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..costs import Costs
-from ..errors import ProgramError
-from ..lowering import lower
-from ..memory import peak_memory
-from ..programs import Program
-from ..timing import run
-from ..verification import verify
-from .searching import search
-from .setting import make_setting
+from pypipe.program.costs import Costs
+from pypipe.program.errors import ProgramError
+from pypipe.program.lowering import lower
+from pypipe.program.memory import peak_memory
+from pypipe.program.programs import Program
+from pypipe.program.timing import run
+from pypipe.program.verification import verify
+from pypipe.program.search.searching import search
+from pypipe.program.search.setting import make_setting
 
 N_ACTIONS = 2_000_000
 """The actions that a search lists in all: a few seconds' work."""

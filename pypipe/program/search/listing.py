@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from .setting import Lists, Setting
+from pypipe.program.search.setting import Lists, Setting
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ import math
 import random
 from dataclasses import dataclass
 
-from .listing import Scheduled
-from .setting import Lists, Setting
+from pypipe.program.search.listing import Scheduled
+from pypipe.program.search.setting import Lists, Setting
 
 _HEAT = 5e-5  # at first, a move that makes the score worse by this share of it is kept with a chance of 1 in e
 

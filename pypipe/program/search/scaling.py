@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from ..programs import Chain
-from .listing import Policy
-from .setting import Setting
+from pypipe.program.programs import Chain
+from pypipe.program.search.listing import Policy
+from pypipe.program.search.setting import Setting
 
 _N_RANKS = 8
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 
-from .listing import Policy, Scheduled, schedule
-from .moving import improve, time_lists
-from .scaling import likeness
-from .setting import Lists, Setting
+from pypipe.program.search.listing import Policy, Scheduled, schedule
+from pypipe.program.search.moving import improve, time_lists
+from pypipe.program.search.scaling import likeness
+from pypipe.program.search.setting import Lists, Setting
 
 _MOST_TRIES = 2500  # a small problem is searched out long before its share of actions is used up
 _STARTS = 6  # policies that are refined
