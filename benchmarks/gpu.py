@@ -156,7 +156,7 @@ def _wait() -> None:
 def _environment() -> dict[str, Any]:
     import torch
 
-    from pypipe import doctor
+    from pypipe.commands import doctor
 
     report = doctor.inspect()
     return {
@@ -317,7 +317,7 @@ def _looped(*sizes: int) -> tuple[Any, Callable[[], None], Callable[[], None]]:
     import self_loop
     import torch
 
-    from pypipe.runtime.channels import Tag
+    from pypipe.runtime.transport.channels import Tag
 
     loop = self_loop.SelfLoop(_device())
     sender, receiver = loop.ports(2)

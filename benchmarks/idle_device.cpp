@@ -4,8 +4,8 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "link/cuda_abi.hpp"
-#include "link/nccl_abi.hpp"
+#include "link/nccl/cuda_abi.hpp"
+#include "link/nccl/nccl_abi.hpp"
 
 namespace {
 

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from pypipe.bench import SIZES, measure
-from pypipe.runtime.world import World
+from pypipe.commands.bench import SIZES, measure
+from pypipe.runtime.rendezvous.world import World
 
 CONTENDERS = ("pypipe", "gloo")
 

@@ -127,9 +127,9 @@ def _rank(rank: int, folder: str, messages: int) -> dict[str, float]:
     import torch.distributed as dist
 
     from pypipe.program import Channel, Kind, Link
-    from pypipe.runtime.channels import Tag
-    from pypipe.runtime.connection import Connection
-    from pypipe.runtime.world import find_world
+    from pypipe.runtime.rendezvous.world import find_world
+    from pypipe.runtime.transport.channels import Tag
+    from pypipe.runtime.transport.connection import Connection
 
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)

@@ -31,7 +31,7 @@ class Training:
     """One contender's model in training on this rank; ``losses`` fills up where the last stage is."""
 
     def __init__(self, pipeline: Pipeline | None, module: nn.Module, tokens: Tensor) -> None:
-        from pypipe.demo_model import batches, optimizer_for
+        from pypipe.commands.demo.model import batches, optimizer_for
 
         self.pipeline, self.losses = pipeline, list[float]()
         self.optimizer = optimizer_for(module)
@@ -53,7 +53,7 @@ def train_rank(
     rank: int, _: int, names: Sequence[str], boundaries: list[Boundary], text: str, rounds: int, count: int
 ) -> tuple[dict[str, list[Span]], dict[str, list[float]]]:
     """Per contender, each turn's span on this rank; and all its losses, where this rank has them."""
-    from pypipe.demo_model import Shape, build_stage, encode, loss_of
+    from pypipe.commands.demo.model import Shape, build_stage, encode, loss_of
 
     tokens, vocabulary = encode(text)
     shape = Shape(vocabulary, CONTEXT, WIDTH, BLOCKS)
@@ -79,7 +79,7 @@ def train_rank(
 
 def measure(names: Sequence[str], rounds: int, count: int) -> dict[str, Any]:
     """A row for each contender, and how far their losses are from each other."""
-    from pypipe.demo_input import read_text
+    from pypipe.commands.demo.options import read_text
 
     boundaries = make_boundaries(context, P, M, (BATCH // M, CONTEXT, WIDTH))
     text = read_text(None, CONTEXT)

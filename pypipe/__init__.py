@@ -21,9 +21,9 @@ from pypipe.errors import (
 )
 
 if TYPE_CHECKING:
+    from pypipe.base_schedule import Schedule
     from pypipe.program import ProgramError
-    from pypipe.runtime.chunk_specs import Reduce, Replicate, TensorChunkSpec
-    from pypipe.schedule import Schedule
+    from pypipe.runtime.batch.chunk_specs import Reduce, Replicate, TensorChunkSpec
     from pypipe.schedules import (
         Schedule1F1B,
         ScheduleAuto,
@@ -81,9 +81,9 @@ __all__ = [
 _HOMES = {
     "PipelineStage": "pypipe.stage",
     "ProgramError": "pypipe.program",
-    "Reduce": "pypipe.runtime.chunk_specs",
-    "Replicate": "pypipe.runtime.chunk_specs",
-    "Schedule": "pypipe.schedule",
+    "Reduce": "pypipe.runtime.batch.chunk_specs",
+    "Replicate": "pypipe.runtime.batch.chunk_specs",
+    "Schedule": "pypipe.base_schedule",
     "Schedule1F1B": "pypipe.schedules",
     "ScheduleAuto": "pypipe.schedules",
     "ScheduleDualPipe": "pypipe.schedules",
@@ -97,7 +97,7 @@ _HOMES = {
     "ScheduleZBH1": "pypipe.schedules",
     "ScheduleZBH2": "pypipe.schedules",
     "ScheduleZBVZeroBubble": "pypipe.schedules",
-    "TensorChunkSpec": "pypipe.runtime.chunk_specs",
+    "TensorChunkSpec": "pypipe.runtime.batch.chunk_specs",
 }
 
 

@@ -1,6 +1,6 @@
 """`python -m pypipe` is `pypipe`."""
 
-from pypipe.cli import main
+from pypipe.commands.cli import main
 
 if __name__ == "__main__":
     main(prog_name="pypipe")

@@ -11,7 +11,7 @@ import datetime
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pypipe.schedule import Schedule
+from pypipe.base_schedule import Schedule
 from pypipe.stage import PipelineStage
 
 __all__ = [

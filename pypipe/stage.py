@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from pypipe.errors import ConfigurationError
-from pypipe.runtime.rendezvous import refuse
-from pypipe.runtime.world import find_world
+from pypipe.runtime.rendezvous.meeting import refuse
+from pypipe.runtime.rendezvous.world import find_world
 
 __all__ = ["PipelineStage"]
 

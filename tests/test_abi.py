@@ -87,9 +87,9 @@ def test_our_declarations_agree_with_the_headers() -> None:
 )
 def test_a_wrong_declaration_is_noticed(header: str, right: str, wrong: str, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "csrc" / "link", tmp_path / "link")
-    text = (tmp_path / "link" / header).read_text()
+    text = (tmp_path / "link" / "nccl" / header).read_text()
     assert right in text
-    (tmp_path / "link" / header).write_text(text.replace(right, wrong))
+    (tmp_path / "link" / "nccl" / header).write_text(text.replace(right, wrong))
     done = compile_abi(tmp_path)
     assert done.returncode != 0
     assert "static assertion failed" in done.stderr or "static_assert" in done.stderr, done.stderr

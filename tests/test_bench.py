@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pypipe import bench
+from pypipe.commands import bench
 
 MESSAGE = 2.0  # seconds that each message takes from one end to the other
 

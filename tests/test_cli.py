@@ -45,7 +45,7 @@ def test_the_script_and_the_module_are_one_command(tmp_path: Path) -> None:
 
 
 def test_the_command_line_is_read_without_importing_torch(tmp_path: Path) -> None:
-    program = "import sys, pypipe.cli, pypipe.demo; sys.exit('torch' in sys.modules)"
+    program = "import sys, pypipe.commands.cli, pypipe.commands.demo.run; sys.exit('torch' in sys.modules)"
     assert run(command=[sys.executable, "-c", program], cwd=tmp_path).returncode == 0
 
 

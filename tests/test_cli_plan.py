@@ -93,7 +93,7 @@ def test_schedules_that_cannot_be_built_are_listed_with_the_reason(tmp_path: Pat
 
 def test_planning_imports_no_torch(tmp_path: Path) -> None:
     program = (
-        "import sys; from pypipe.cli import main;"
+        "import sys; from pypipe.commands.cli import main;"
         "main(['plan', '-p', '2', '-m', '2', '--json'], standalone_mode=False);"
         "sys.exit('torch' in sys.modules)"
     )

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pypipe.cli import main
+from pypipe.commands.cli import main
 from pypipe.program import build, dump_csv, lower
 
 pytestmark = pytest.mark.timeout(60)

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from pypipe.demo_input import Options
-from pypipe.demo_train import train_unpipelined
+from pypipe.commands.demo.options import Options
+from pypipe.commands.demo.training import train_unpipelined
 from pypipe.program.drawing import read_chrome_trace
 
 pytestmark = pytest.mark.timeout(240)

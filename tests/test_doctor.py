@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from pypipe import _core, doctor
+from pypipe import _core
+from pypipe.commands import doctor
 from pypipe.runtime.environment import VARIABLES
 
 pytestmark = pytest.mark.timeout(60)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(60)
 PROGRAM = """
 import os, signal, sys, threading, time
 from pathlib import Path
-from pypipe.launch import RankError, Ranks
+from pypipe.commands.launch import RankError, Ranks
 
 def wait_for_ever():
     threading.Event().wait()

@@ -17,7 +17,7 @@ namespace pypipe {
 
 enum class FrameType : std::uint16_t {
   layout = 1,    // channel, value = layout id; payload: see channel/channel.hpp
-  memory = 2,    // channel, value = generation; carries a descriptor; payload: see link/shm_link.cpp
+  memory = 2,    // channel, value = generation; carries a descriptor; payload: see link/shm/shm_link.cpp
   envelope = 3,  // channel; payload: an Envelope, for links that do not carry it themselves
   abort = 4,     // value = the step from which on ranks stop, payload: the first cause, as JSON; see hub.hpp
   leave = 5,     // the peer will send no more messages, and closes its end in good order

@@ -8,7 +8,7 @@
 
 #include "base/error.hpp"
 #include "channel/channel.hpp"
-#include "link/shm_link.hpp"
+#include "link/shm/shm_link.hpp"
 #include "python/register.hpp"
 
 namespace py = pybind11;

@@ -13,10 +13,10 @@
 
 #include "base/error.hpp"
 #include "base/library.hpp"
-#include "link/cuda_api.hpp"
-#include "link/nccl_api.hpp"
-#include "link/nccl_link.hpp"
-#include "link/nccl_watchdog.hpp"
+#include "link/nccl/cuda_api.hpp"
+#include "link/nccl/nccl_api.hpp"
+#include "link/nccl/nccl_link.hpp"
+#include "link/nccl/nccl_watchdog.hpp"
 #include "python/register.hpp"
 
 namespace py = pybind11;
@@ -78,7 +78,7 @@ void register_nccl_links(py::module_& module) {
            arg("min_ctas"), arg("max_ctas"), arg("patience"),
            "Joins the communicator and connects; returns when the other end has done so too.");
   py::class_<NcclGroup, std::shared_ptr<NcclGroup>>(module, "NcclGroup",
-                                                    "Transfers held back; see csrc/link/nccl_group.hpp.")
+                                                    "Transfers held back; see csrc/link/nccl/nccl_group.hpp.")
       .def(py::init<>())
       .def("issue", &NcclGroup::issue, arg("patience"), Released());
   py::class_<NcclSendLink, SendLink>(module, "NcclSendLink")
@@ -99,7 +99,7 @@ void register_nccl_links(py::module_& module) {
            }),
            arg("hub"), arg("peer"), arg("link"), arg("edge"), arg("allocate"), arg("slots"), arg("group"),
            py::keep_alive<1, 2>());
-  py::class_<NcclWatchdog>(module, "NcclWatchdog", "Looks after communicators; see csrc/link/nccl_watchdog.hpp.")
+  py::class_<NcclWatchdog>(module, "NcclWatchdog", "Looks after communicators; see csrc/link/nccl/nccl_watchdog.hpp.")
       .def(py::init([](Hub& hub, std::vector<std::shared_ptr<NcclEdge>> edges, double limit, std::size_t ranks) {
              return std::make_unique<NcclWatchdog>(
                  hub, std::move(edges),

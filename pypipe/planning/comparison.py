@@ -6,12 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from pypipe.program import Program, ProgramError, Timeline, lower, simulate, verify
-from pypipe.program.catalog import catalog
-from pypipe.program.costs import costs_of
-from pypipe.program.search.candidates import Candidate, Stages, candidates, choose
-
 from pypipe.planning.request import PlanError, Request
+from pypipe.program import Program, ProgramError, Timeline, lower, simulate, verify
+from pypipe.program.builders.catalog import catalog
+from pypipe.program.search.candidates import Candidate, Stages, candidates, choose
+from pypipe.program.simulation.costs import costs_of
 
 _FIRST_LOOK = 150_000  # actions that the search lists for each placement at first
 _SECOND_LOOK = 1_000_000  # and for each of the most promising

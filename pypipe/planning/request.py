@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pypipe.errors import ConfigurationError
-from pypipe.program import Program
-
 from pypipe.planning.traffic import DTYPES, UNITS, Traffic
+from pypipe.program import Program
 
 
 class PlanError(ConfigurationError):

@@ -1,19 +1,38 @@
 """Schedules as data: built, lowered, verified, simulated and drawn, without importing torch."""
 
 from pypipe.program.actions import Action, Kind
-from pypipe.program.auto import auto
-from pypipe.program.bubble import Bubble, split_bubble
-from pypipe.program.builders import Builder, build, builder_names, dualpipe, dualpipev, find_builder, gpipe, interleaved, interleaved_zero_bubble, looped_bfs, naive, one_f_one_b, register, v_half, v_min, zb_h1, zb_h2, zbv
+from pypipe.program.builders.auto import auto
+from pypipe.program.builders.registered import (
+    Builder,
+    build,
+    builder_names,
+    dualpipe,
+    dualpipev,
+    find_builder,
+    gpipe,
+    interleaved,
+    interleaved_zero_bubble,
+    looped_bfs,
+    naive,
+    one_f_one_b,
+    register,
+    v_half,
+    v_min,
+    zb_h1,
+    zb_h2,
+    zbv,
+)
 from pypipe.program.drawing import grid
 from pypipe.program.errors import ProgramError
 from pypipe.program.lowering import lower
-from pypipe.program.measured import RankTimes, merge_ranks, predict
 from pypipe.program.memory import peak_memory
 from pypipe.program.programs import Chain, Channel, Link, Program, channel_of
-from pypipe.program.simulation import Event, Timeline, simulate
+from pypipe.program.simulation.bubble import Bubble, split_bubble
+from pypipe.program.simulation.measured import RankTimes, merge_ranks, predict
+from pypipe.program.simulation.simulate import Event, Timeline, simulate
 from pypipe.program.stage_actions import add_stage_actions
 from pypipe.program.tables import dump_csv, dumps_csv, load_csv, loads_csv
-from pypipe.program.verification import Verified, verify
+from pypipe.program.verification.verify import Verified, verify
 
 __all__ = [
     "Action",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pypipe.errors import PipelineError
-
 from pypipe.program.actions import Action
 from pypipe.program.programs import Program
 

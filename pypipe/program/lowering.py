@@ -9,15 +9,14 @@ from dataclasses import replace
 from functools import partial
 
 from pypipe.errors import ConfigurationError
-
 from pypipe.program.actions import Action, Kind
 from pypipe.program.errors import stuck
-from pypipe.program.lifetimes import fewest_slots
 from pypipe.program.messages import Messages
-from pypipe.program.pairing import pair_transfers
-from pypipe.program.positions import find_positions
 from pypipe.program.programs import Link, Program
+from pypipe.program.single_communicator.ordering import pair_transfers
 from pypipe.program.stage_actions import put_back
+from pypipe.program.verification.lifetimes import fewest_slots
+from pypipe.program.verification.positions import find_positions
 
 _SEND = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B, Kind.I: Kind.SEND_B}
 # Hundreds of thousands of actions are made here, and this is the quickest way to make a named tuple.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pypipe.errors import ConfigurationError
-
 from pypipe.program.actions import Kind
 from pypipe.program.programs import Program
 

@@ -6,7 +6,6 @@ import hashlib
 from dataclasses import dataclass, field, replace
 
 from pypipe.errors import ConfigurationError
-
 from pypipe.program.actions import Action, Kind
 
 

@@ -18,8 +18,8 @@
 #include <tuple>
 #include <type_traits>
 
-#include "link/cuda_abi.hpp"
-#include "link/nccl_abi.hpp"
+#include "link/nccl/cuda_abi.hpp"
+#include "link/nccl/nccl_abi.hpp"
 
 // Two types are one to a caller if they are the same, or are pointers to such, or are listed here.
 namespace abi {

@@ -7,7 +7,7 @@
 #include "channel/channel.hpp"
 #include "check.hpp"
 #include "endless.hpp"
-#include "link/shm_link.hpp"
+#include "link/shm/shm_link.hpp"
 #include "sockets.hpp"
 
 namespace pypipe::test {

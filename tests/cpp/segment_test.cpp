@@ -1,5 +1,5 @@
 // Segments: sealed, shared, checked, and nowhere in the file system. Argument: rounds.
-#include "link/segment.hpp"
+#include "link/shm/segment.hpp"
 
 #include <fcntl.h>
 #include <sched.h>

@@ -2,8 +2,8 @@
 // signature does not compile, and a program that links against one that is missing does not link.
 #pragma once
 
-#include "link/cuda_abi.hpp"
-#include "link/nccl_abi.hpp"
+#include "link/nccl/cuda_abi.hpp"
+#include "link/nccl/nccl_abi.hpp"
 
 #define PYPIPE_TYPE(member, name, parameters) using name = Result parameters;
 #define PYPIPE_TEXT_TYPE(member, name, parameters) using name = const char* parameters;

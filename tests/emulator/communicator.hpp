@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "engine.hpp"
-#include "link/nccl_abi.hpp"
+#include "link/nccl/nccl_abi.hpp"
 #include "transport.hpp"
 
 namespace pypipe::emulator {

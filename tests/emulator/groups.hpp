@@ -7,7 +7,7 @@
 #pragma once
 
 #include "engine.hpp"
-#include "link/nccl_abi.hpp"
+#include "link/nccl/nccl_abi.hpp"
 
 namespace pypipe::emulator {
 

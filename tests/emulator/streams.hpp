@@ -18,7 +18,7 @@
 
 #include "access.hpp"
 #include "engine.hpp"
-#include "link/cuda_abi.hpp"
+#include "link/nccl/cuda_abi.hpp"
 
 namespace pypipe::emulator {
 

@@ -23,7 +23,7 @@
 
 #include "base/fd.hpp"
 #include "clock.hpp"
-#include "link/nccl_abi.hpp"
+#include "link/nccl/nccl_abi.hpp"
 
 namespace pypipe::emulator {
 

@@ -12,7 +12,7 @@ from campaign_cases import WIDTH, Piece, batch
 from torch import nn
 
 import pypipe
-import pypipe.schedule
+import pypipe.base_schedule
 
 CPU = torch.device("cpu")
 
@@ -71,7 +71,7 @@ def _fail(_: int) -> None:
 def built_differently(rank: int, size: int, group: Any) -> str:
     """Rank 1 differs in most of what there is."""
     odd = rank == 1
-    with patch.object(pypipe.schedule, "_VERSION", "0.0.1" if odd else "0.0.2"):
+    with patch.object(pypipe.base_schedule, "_VERSION", "0.0.1" if odd else "0.0.2"):
         stage = pypipe.PipelineStage(nn.Linear(WIDTH, WIDTH), rank, size, CPU, group=group)
         schedule = pypipe.Schedule1F1B(
             stage,

@@ -14,9 +14,9 @@ from torch.nn import functional
 
 import pypipe
 from pypipe.program import Channel, Kind, Link, Program, verify
-from pypipe.program.lifetimes import fewest_slots
 from pypipe.program.messages import Messages
-from pypipe.program.positions import find_positions
+from pypipe.program.verification.lifetimes import fewest_slots
+from pypipe.program.verification.positions import find_positions
 
 
 def messages_in_use(program: Program) -> dict[Channel, int]:

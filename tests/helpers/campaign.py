@@ -19,7 +19,9 @@ from campaign_cases import Case, Piece, batch, flat, n_pieces
 from campaign_faults import PATIENCE, linked
 
 import pypipe
-from pypipe.runtime import agreement, carriers, situation
+from pypipe.runtime.diagnostics import status_table
+from pypipe.runtime.rendezvous import agreement
+from pypipe.runtime.transport.links import registry
 
 SHORT = 0.5  # the timeout of those who wait for a rank that is late or stopped
 CPU = torch.device("cpu")
@@ -162,8 +164,8 @@ def run_cases(rank: int, size: int, group: Any, cases: list[Case]) -> list[Seen]
     seen = []
     for case in cases:
         # A close that waits for peers which are not going to close would take minutes.
-        closing = patch.object(carriers._Nccl, "_CLOSING_SECONDS", 300.0)
-        with linked(case.link), closing, patch.object(situation, "_ANSWER_SECONDS", SHORT):
+        closing = patch.object(registry._Nccl, "_CLOSING_SECONDS", 300.0)
+        with linked(case.link), closing, patch.object(status_table, "_ANSWER_SECONDS", SHORT):
             _warm_up(case.link, size, group)
             seen.append(Trial(case, rank, group).run())
     return seen

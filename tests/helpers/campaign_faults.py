@@ -20,7 +20,7 @@ from campaign_cases import WIDTH, Case
 from torch import Tensor, nn
 
 from pypipe import _core
-from pypipe.runtime import connection
+from pypipe.runtime.transport import connection
 
 PATIENCE = 20.0
 

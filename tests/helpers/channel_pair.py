@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pypipe import _core
-from pypipe.runtime.channels import ReceiveChannel, SendChannel
-from pypipe.runtime.shm import CoreReceivePort, CoreSendPort
-from pypipe.runtime.trees import TensorSpec
+from pypipe.runtime.transport.channels import ReceiveChannel, SendChannel
+from pypipe.runtime.transport.links.shm import CoreReceivePort, CoreSendPort
+from pypipe.runtime.transport.trees import TensorSpec
 
 FORWARD, BACKWARD = ord("F"), ord("B")
 PATIENCE = _core.Patience(20.0, 100)

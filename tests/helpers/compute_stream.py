@@ -20,8 +20,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from pypipe.runtime import carriers, channels, nccl
-from pypipe.runtime.channels import Tag
+from pypipe.runtime.transport import channels
+from pypipe.runtime.transport.channels import Tag
+from pypipe.runtime.transport.links import nccl, registry
 
 
 @functools.cache
@@ -100,8 +101,8 @@ class ComputeStream:
             for where, name, value in (
                 (nccl, "current_stream", lambda device: self.handle),
                 (nccl.Memory, "allocate", lambda memory, size: _registered(memory, self.allocate(size))),
-                (carriers, "NcclSendPort", lambda *a: _SendPort(self, *a)),
-                (carriers, "NcclReceivePort", lambda *a: _ReceivePort(self, *a)),
+                (registry, "NcclSendPort", lambda *a: _SendPort(self, *a)),
+                (registry, "NcclReceivePort", lambda *a: _ReceivePort(self, *a)),
                 (channels.ReceiveChannel, "receive", _receive),
             ):
                 stack.enter_context(patch.object(where, name, value))

@@ -13,7 +13,7 @@ from models import make
 from nccl_cases import compute_stream, control
 
 import pypipe
-from pypipe.runtime import nccl
+from pypipe.runtime.transport.links import nccl
 
 
 @contextlib.contextmanager

@@ -18,8 +18,8 @@ from models import make, twins, unpipelined
 from torch import nn
 
 import pypipe
-from pypipe.runtime import carriers
-from pypipe.runtime.channels import Tag
+from pypipe.runtime.transport.channels import Tag
+from pypipe.runtime.transport.links import registry
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "emulator"))
 
@@ -146,7 +146,7 @@ def dies(rank: int, size: int, group: Any, what: str) -> str:
     x = torch.randn(8, 4, dtype=torch.float64)
     # A transfer that hangs is to be told by the watchdog, before any host that waits gives up.
     limit = 1.0 if what == "hang" else 60.0
-    with patch.object(carriers, "_transfer_limit", lambda timeout: limit):
+    with patch.object(registry, "_transfer_limit", lambda timeout: limit):
         schedule.step(x, target=x)
     if rank == 1:
         emulator.fault(f"{what}@{emulator.operations() + 3}")

@@ -16,9 +16,9 @@ from nccl_cases import compute_stream, control, hazards
 from torch.nn import functional
 
 import pypipe
-from pypipe import schedule as schedule_module
+from pypipe import base_schedule as schedule_module
 from pypipe.program import Link
-from pypipe.runtime import connection
+from pypipe.runtime.transport import connection
 
 CPU = torch.device("cpu")
 

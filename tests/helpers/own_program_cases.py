@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn import functional
 
 import pypipe
-from pypipe.program import Program, build, registry
-from pypipe.program.registry import register
+from pypipe.program import Program, build
+from pypipe.program.builders import registry
+from pypipe.program.builders.registry import register
 
 
 def trains(rank: int, size: int, group: Any, path: str) -> list[str]:

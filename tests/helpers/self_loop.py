@@ -1,7 +1,7 @@
 """The NCCL link within one process: what goes out comes back, over a communicator of one rank.
 
 A send to oneself needs its receive in the same NCCL group, so this is the path of one communicator for a pair of ranks
-(csrc/link/nccl_group.hpp), and all that one GPU alone can show. On the emulator the same code runs on CPU tensors.
+(csrc/link/nccl/nccl_group.hpp), and all that one GPU alone can show. On the emulator the same code runs on CPU tensors.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from transparency import difference
 from pypipe import _core
 from pypipe.program import Kind
 from pypipe.runtime import libraries
-from pypipe.runtime.batch import Batch, ChunkSpecs
-from pypipe.runtime.channels import ReceiveChannel, SendChannel
-from pypipe.runtime.execution import StageExecution
-from pypipe.runtime.nccl import Memory, NcclReceivePort, NcclSendPort
+from pypipe.runtime.batch.batch import Batch, ChunkSpecs
+from pypipe.runtime.step.stage_execution import StageExecution
+from pypipe.runtime.transport.channels import ReceiveChannel, SendChannel
+from pypipe.runtime.transport.links.nccl import Memory, NcclReceivePort, NcclSendPort
 
 FORWARD, BACKWARD = ord("F"), ord("B")
 

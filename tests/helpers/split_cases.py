@@ -15,8 +15,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from pypipe.runtime.backward import gradient_edge, run_backward
-from pypipe.runtime.split import SplitBackward, WeightWork
+from pypipe.runtime.autograd.engine import gradient_edge, run_backward
+from pypipe.runtime.autograd.split import SplitBackward, WeightWork
 
 COSTLY = ("mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "embedding_dense_backward")
 

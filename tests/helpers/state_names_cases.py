@@ -12,7 +12,7 @@ import transparency
 from torch import nn
 
 from pypipe import NameClashWarning
-from pypipe.runtime import state_names
+from pypipe.runtime.rendezvous import state_names
 
 
 class Apart(nn.Module):

@@ -14,8 +14,8 @@ from models import make
 from torch import nn
 
 import pypipe
-import pypipe.runtime.device_clock
-import pypipe.runtime.tracing
+import pypipe.runtime.diagnostics.device_clock
+import pypipe.runtime.diagnostics.trace
 from pypipe.program import Action, Program, Timeline
 
 CPU = torch.device("cpu")
@@ -92,12 +92,12 @@ class StrictClock:
 def timed_by_a_device(rank: int, size: int, group: Any) -> list[list[tuple[str, float, float]]]:
     """Traces a step as on a device with a clock of its own, after which a step without it runs as ever."""
     pipe = Pipe(rank, size, group, "Schedule1F1B", 4)
-    pypipe.runtime.tracing.clock_for = lambda device: StrictClock()
+    pypipe.runtime.diagnostics.trace.clock_for = lambda device: StrictClock()
     try:
         with pipe.schedule, pipe.schedule.trace() as trace:
             pipe.step()
     finally:
-        pypipe.runtime.tracing.clock_for = pypipe.runtime.device_clock.clock_for
+        pypipe.runtime.diagnostics.trace.clock_for = pypipe.runtime.diagnostics.device_clock.clock_for
     return plain(trace.timeline)
 
 

@@ -3,7 +3,8 @@
 import pytest
 
 from pypipe.planning import PlanError, Request, Row, Traffic, advise, compare
-from pypipe.program import builder_names, gpipe, one_f_one_b, register, registry, simulate
+from pypipe.program import builder_names, gpipe, one_f_one_b, register, simulate
+from pypipe.program.builders import registry
 from pypipe.program.programs import Program
 
 # Published bubble rates by span (zero bubble, arXiv 2401.10241, table 5; p = 8, m = 24), in microseconds.

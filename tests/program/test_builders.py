@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from pypipe.errors import ConfigurationError, PipelineError
-from pypipe.program import Program, build, builder_names, gpipe, lower, one_f_one_b, register, registry, verify
+from pypipe.program import Program, build, builder_names, gpipe, lower, one_f_one_b, register, verify
+from pypipe.program.builders import registry
 
 
 def test_gpipe_runs_all_forwards_then_all_backwards_in_reverse_order() -> None:

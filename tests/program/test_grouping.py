@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pypipe.program import build, builder_names, channel_of, lower
-from pypipe.program.grouping import ends_of_groups
+from pypipe.program.single_communicator.groups import ends_of_groups
 
 
 def _groups(name: str, n_ranks: int, n_microbatches: int) -> list[list[list[str]]]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pypipe.runtime.channels import Received
+from pypipe.runtime.transport.channels import Received
 
 
 def _begin(pair: Pair, *, training: bool) -> None:

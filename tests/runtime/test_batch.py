@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from pypipe.errors import InputError
-from pypipe.runtime import offsets
-from pypipe.runtime.batch import Batch, ChunkSpecs, Share
-from pypipe.runtime.chunk_specs import Replicate, TensorChunkSpec
+from pypipe.runtime.batch import offsets
+from pypipe.runtime.batch.batch import Batch, ChunkSpecs, Share
+from pypipe.runtime.batch.chunk_specs import Replicate, TensorChunkSpec
 
 B = 6
 SIZES = [2, 2, 1, 1]  # rows of four microbatches

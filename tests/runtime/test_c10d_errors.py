@@ -9,7 +9,7 @@ import pytest
 
 from pypipe import _core
 from pypipe.errors import PipelineError
-from pypipe.runtime import c10d
+from pypipe.runtime.transport.links import c10d
 
 
 class _Hub:

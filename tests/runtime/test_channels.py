@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from pypipe import _core
 from pypipe.errors import LayoutError
-from pypipe.runtime import trees
-from pypipe.runtime.channels import Received
+from pypipe.runtime.transport import trees
+from pypipe.runtime.transport.channels import Received
 
 
 def check(sent: Any, received: Received) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pypipe.program import Action
-from pypipe.runtime.device_clock import DeviceClock, clock_for
+from pypipe.runtime.diagnostics.device_clock import DeviceClock, clock_for
 
 
 class Device:

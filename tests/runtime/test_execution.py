@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from pypipe.program import build, lower
-from pypipe.runtime.batch import Batch, ChunkSpecs
-from pypipe.runtime.execution import StageExecution
-from pypipe.runtime.executor import Executor
-from pypipe.runtime.record import Recorder
+from pypipe.runtime.batch.batch import Batch, ChunkSpecs
+from pypipe.runtime.diagnostics.recorder import Recorder
+from pypipe.runtime.step.executor import Executor
+from pypipe.runtime.step.stage_execution import StageExecution
 
 
 class _Input:

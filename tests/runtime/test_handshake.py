@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from pypipe.errors import PipelineTimeout
-from pypipe.runtime.handshake import Address, Listener, connect
+from pypipe.runtime.rendezvous.handshake import Address, Listener, connect
 
 SECRET = b"s" * 32
 MAGIC = b"pypipe1\n"

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from pypipe.errors import InputError
-from pypipe.runtime import leaves, merging
-from pypipe.runtime.chunk_specs import Replicate, TensorChunkSpec
-from pypipe.runtime.microbatches import Cuttable, sizes
+from pypipe.runtime.batch import leaves, merging
+from pypipe.runtime.batch.chunk_specs import Replicate, TensorChunkSpec
+from pypipe.runtime.batch.microbatches import Cuttable, sizes
 
 ROWS = 5
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.pipelining import microbatch as peer
 
 from pypipe.errors import InputError
-from pypipe.runtime import merging, microbatches
-from pypipe.runtime.chunk_specs import Reduce, Replicate, TensorChunkSpec
-from pypipe.runtime.microbatches import Cuttable
+from pypipe.runtime.batch import merging, microbatches
+from pypipe.runtime.batch.chunk_specs import Reduce, Replicate, TensorChunkSpec
+from pypipe.runtime.batch.microbatches import Cuttable
 
 
 def same(a: Any, b: Any, where: str = "") -> None:

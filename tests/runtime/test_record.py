@@ -13,21 +13,22 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from pypipe.cli import main
-from pypipe.flight import FlightError, find, timeline
+from pypipe.commands.cli import main
 from pypipe.program import Action, build, lower
-from pypipe.runtime import record, situation
+from pypipe.runtime.diagnostics import status_table
+from pypipe.runtime.diagnostics.flight_record import FlightError, find, timeline
+from pypipe.runtime.diagnostics.recorder import SUFFIX, Recorder, code_of, read
 
 A = Action.parse
 
 
-def _write(recorder: record.Recorder, *actions: str) -> None:
+def _write(recorder: Recorder, *actions: str) -> None:
     for action in actions:
-        recorder.core.begin(record.code_of(A(action)))
+        recorder.core.begin(code_of(A(action)))
 
 
 def test_a_ring_keeps_the_latest_actions_and_the_one_in_progress() -> None:
-    recorder = record.Recorder(2, capacity=4)
+    recorder = Recorder(2, capacity=4)
     recorder.core.step()
     _write(recorder, *(f"1F{m}" for m in range(6)), "1SEND_B300")
     recorder.core.ready()
@@ -42,13 +43,13 @@ def test_a_ring_keeps_the_latest_actions_and_the_one_in_progress() -> None:
 
 
 def test_an_action_that_begins_again_is_one_action() -> None:
-    recorder = record.Recorder(0)
+    recorder = Recorder(0)
     _write(recorder, "0F0", "0F0", "0F1")
     assert [str(deed.action) for deed in recorder.deeds()] == ["0F0", "0F1"]
 
 
 def test_a_trace_keeps_more_than_the_ring() -> None:
-    recorder = record.Recorder(0, capacity=4)
+    recorder = Recorder(0, capacity=4)
     _write(recorder, "0F0")
     recorder.start_trace(100)
     _write(recorder, *(f"0F{m}" for m in range(1, 50)))
@@ -60,12 +61,12 @@ def test_a_trace_keeps_more_than_the_ring() -> None:
 
 
 def test_a_file_says_what_the_recorder_says(tmp_path: Path) -> None:
-    path = tmp_path / f"a-rank-3{record.SUFFIX}"
-    recorder = record.Recorder(3, path=str(path))
+    path = tmp_path / f"a-rank-3{SUFFIX}"
+    recorder = Recorder(3, path=str(path))
     _write(recorder, "0F0", "7000B5", "0SEND_F0")
     recorder.core.set_busy("writing a checkpoint")
     recorder.core.set_cause('{"kind":"error"}')
-    found = record.read(path)
+    found = read(path)
     assert (found.rank, found.busy, found.cause) == (3, "writing a checkpoint", '{"kind":"error"}')
     assert list(found.deeds) == recorder.deeds()
     recorder.core.discard()
@@ -74,7 +75,7 @@ def test_a_file_says_what_the_recorder_says(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("before", range(4))
 def test_what_a_rank_is_busy_with_is_cut_between_characters(before: int) -> None:
-    recorder = record.Recorder(0)
+    recorder = Recorder(0)
     text = "x" * before + "\N{GRINNING FACE}" * 60
     recorder.core.set_busy(text)
     said = json.loads(recorder.core.activity())["busy"]
@@ -84,7 +85,7 @@ def test_what_a_rank_is_busy_with_is_cut_between_characters(before: int) -> None
 
 @pytest.mark.parametrize("data", [b"", bytes(100), bytes(5000), b"\xff" * 5000])
 def test_what_is_no_record_is_an_error(tmp_path: Path, data: bytes) -> None:
-    (tmp_path / f"x-rank-0{record.SUFFIX}").write_bytes(data)
+    (tmp_path / f"x-rank-0{SUFFIX}").write_bytes(data)
     with pytest.raises(FlightError, match="is no record"):
         find(tmp_path)
 
@@ -101,11 +102,9 @@ os.kill(os.getpid(), 9)
 
 
 def test_a_killed_rank_leaves_its_record_and_the_command_shows_the_moment(tmp_path: Path) -> None:
-    survivor = record.Recorder(0, path=str(tmp_path / f"a-rank-0{record.SUFFIX}"))
+    survivor = Recorder(0, path=str(tmp_path / f"a-rank-0{SUFFIX}"))
     _write(survivor, "0F0", "0SEND_F0", "0B0")
-    subprocess.run(
-        [sys.executable, "-c", _VICTIM, str(tmp_path / f"a-rank-1{record.SUFFIX}")], cwd=tmp_path, check=False
-    )
+    subprocess.run([sys.executable, "-c", _VICTIM, str(tmp_path / f"a-rank-1{SUFFIX}")], cwd=tmp_path, check=False)
     survivor.core.set_cause(json.dumps({"kind": "lost", "rank": 1, "seen_by": 0, "how": "its connection closed"}))
     done = CliRunner().invoke(main, ["show", "--record", str(tmp_path)])
     assert done.exit_code == 0, done.output
@@ -123,7 +122,7 @@ def test_an_empty_folder_is_an_error_that_says_what_to_do(tmp_path: Path) -> Non
 
 def test_the_latest_pipeline_of_a_folder_is_shown(tmp_path: Path) -> None:
     for number, meeting in enumerate(("a", "b")):
-        recorder = record.Recorder(0, path=str(tmp_path / f"{meeting}-rank-0{record.SUFFIX}"))
+        recorder = Recorder(0, path=str(tmp_path / f"{meeting}-rank-0{SUFFIX}"))
         _write(recorder, f"0F{number}")
     assert "0F1" in timeline(find(tmp_path))
 
@@ -152,7 +151,7 @@ PROGRAM = lower(build("1f1b", 4, 8))
 
 def _table(*activities: dict[str, Any], me: int = 0) -> list[str]:
     found = {activity["rank"]: activity for activity in activities}
-    return situation.table(found, 4, me, PROGRAM).splitlines()
+    return status_table.table(found, 4, me, PROGRAM).splitlines()
 
 
 def test_the_table_follows_who_waits_for_whom_to_the_one_that_does_not() -> None:
@@ -199,5 +198,5 @@ def test_a_rank_that_has_left_is_told_so() -> None:
 
 def test_who_asks_without_waiting_is_not_said_to_wait() -> None:
     found = {0: _activity(0, "0F1", ready=True), 1: _activity(1, "1F1", ready=True)}
-    assert "0F1: runs" in situation.table(found, 4, 0, PROGRAM, waits=False)
-    assert "0F1: waits" in situation.table(found, 4, 0, PROGRAM)
+    assert "0F1: runs" in status_table.table(found, 4, 0, PROGRAM, waits=False)
+    assert "0F1: waits" in status_table.table(found, 4, 0, PROGRAM)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from split_cases import SPLIT, InPlace, Stage, assert_equal, both_ways
 
-from pypipe.runtime.backward import run_backward
-from pypipe.runtime.split import SplitBackward
+from pypipe.runtime.autograd.engine import run_backward
+from pypipe.runtime.autograd.split import SplitBackward
 
 
 @pytest.mark.parametrize("needs_grad", [True, False], ids=["later", "first"])
@@ -71,7 +71,7 @@ def test_microbatches_in_flight(name, order):
 
 def test_weights_in_batches(monkeypatch):
     # W hands weights' gradients on in batches of bounded size; here, one group of weights at a time.
-    monkeypatch.setattr("pypipe.runtime.split._BATCH_BYTES", 1)
+    monkeypatch.setattr("pypipe.runtime.autograd.split._BATCH_BYTES", 1)
     for name in ("tokens", "transformer", "images"):
         whole, halves = both_ways(SPLIT[name], needs_grad=True)
         assert_equal(halves.gradients, whole.gradients)

@@ -8,7 +8,7 @@ from split_cases import Checkpointed, Compiled, Fused, Stage, assert_equal, both
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pypipe.runtime.split import SplitBackward
+from pypipe.runtime.autograd.split import SplitBackward
 
 
 class Activated(nn.Module):

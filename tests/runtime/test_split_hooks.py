@@ -8,7 +8,7 @@ import torch
 from split_cases import Stage, assert_equal
 from torch import nn
 
-from pypipe.runtime.split import SplitBackward
+from pypipe.runtime.autograd.split import SplitBackward
 
 
 class Hooked(nn.Module):

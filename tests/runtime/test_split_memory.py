@@ -8,9 +8,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pypipe.runtime.backward import gradient_edge, run_backward
-from pypipe.runtime.saved import Packed, names_of_saved, packed
-from pypipe.runtime.split import SplitBackward
+from pypipe.runtime.autograd.engine import gradient_edge, run_backward
+from pypipe.runtime.autograd.saved_tensors import Packed, names_of_saved, packed
+from pypipe.runtime.autograd.split import SplitBackward
 
 ROWS, WIDTH = 512, 16
 UNIT = ROWS * WIDTH * 8  # one activation

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from pypipe.runtime import split_plan
-from pypipe.runtime.split_plan import SplitPlans
+from pypipe.runtime.autograd import split_plan
+from pypipe.runtime.autograd.split_plan import SplitPlans
 
 
 class Changing(nn.Module):

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pypipe.errors import LayoutError, MismatchError
-from pypipe.runtime import trees
-from pypipe.runtime.channels import Tag
+from pypipe.runtime.transport import trees
+from pypipe.runtime.transport.channels import Tag
 
 
 def round_trip(tree: Any) -> tuple[Any, list[trees.TensorSpec], list[Tensor]]:

@@ -10,7 +10,22 @@ from typing import Any
 
 from pypipe.program.actions import Kind
 from pypipe.program.drawing.palette import COLOURS
-from pypipe.program.drawing.panels import MEANINGS, Drawn, Panel, caption, chunks, frees, idle_shares, is_linear, kinds_of, live_activations, panels_of, row_name, share_text, time_text
+from pypipe.program.drawing.panels import (
+    MEANINGS,
+    Drawn,
+    Panel,
+    caption,
+    chunks,
+    frees,
+    idle_shares,
+    is_linear,
+    kinds_of,
+    live_activations,
+    panels_of,
+    row_name,
+    share_text,
+    time_text,
+)
 
 _MARKER = re.compile(r"@@(\w+)@@")
 

@@ -7,9 +7,26 @@ from collections.abc import Iterator, Sequence
 from xml.sax.saxutils import escape, quoteattr
 
 from pypipe.program.actions import Kind
-from pypipe.program.simulation import Event
 from pypipe.program.drawing.palette import COLOURS
-from pypipe.program.drawing.panels import MEANINGS, Drawn, Panel, caption, chunks, end_of, idle_shares, kinds_of, letter_and_microbatch, number_text, panels_of, row_name, share_text, short_label, ticks, time_unit
+from pypipe.program.drawing.panels import (
+    MEANINGS,
+    Drawn,
+    Panel,
+    caption,
+    chunks,
+    end_of,
+    idle_shares,
+    kinds_of,
+    letter_and_microbatch,
+    number_text,
+    panels_of,
+    row_name,
+    share_text,
+    short_label,
+    ticks,
+    time_unit,
+)
+from pypipe.program.simulation.simulate import Event
 
 # Lengths are CSS pixels, of which 96 make an inch.
 _ROW, _ROW_GAP = 20, 4

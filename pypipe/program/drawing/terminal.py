@@ -7,10 +7,26 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from pypipe.program.actions import Kind
-from pypipe.program.programs import Program
-from pypipe.program.simulation import Event, Timeline
 from pypipe.program.drawing.palette import COLOURS
-from pypipe.program.drawing.panels import MEANINGS, Drawn, Panel, caption, chunks, end_of, is_linear, kinds_of, letter_and_microbatch, number_text, panels_of, row_name, short_label, ticks, time_unit
+from pypipe.program.drawing.panels import (
+    MEANINGS,
+    Drawn,
+    Panel,
+    caption,
+    chunks,
+    end_of,
+    is_linear,
+    kinds_of,
+    letter_and_microbatch,
+    number_text,
+    panels_of,
+    row_name,
+    short_label,
+    ticks,
+    time_unit,
+)
+from pypipe.program.programs import Program
+from pypipe.program.simulation.simulate import Event, Timeline
 
 _IDLE = "·"
 _GOES_ON = "─"

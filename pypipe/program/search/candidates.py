@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pypipe.program.costs import Costs
 from pypipe.program.errors import ProgramError
 from pypipe.program.lowering import lower
 from pypipe.program.memory import peak_memory
 from pypipe.program.programs import Program
-from pypipe.program.timing import run
-from pypipe.program.verification import verify
 from pypipe.program.search.searching import search
 from pypipe.program.search.setting import make_setting
+from pypipe.program.simulation.costs import Costs
+from pypipe.program.simulation.timing import run
+from pypipe.program.verification.verify import verify
 
 N_ACTIONS = 2_000_000
 """The actions that a search lists in all: a few seconds' work."""

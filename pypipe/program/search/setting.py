@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pypipe.program.actions import Action, Kind
-from pypipe.program.costs import Costs
 from pypipe.program.programs import Chain, Program
+from pypipe.program.simulation.costs import Costs
 
 KINDS = (Kind.F, Kind.I, Kind.W)
 """The kinds of a program's actions here: the one with index k, of stage s and microbatch m, is number

@@ -1,0 +1,81 @@
+// Owners of a stream and of events.
+#pragma once
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "link/nccl/cuda_api.hpp"
+
+namespace pypipe::cuda {
+
+using ApiPointer = std::shared_ptr<const Api>;
+
+// A non-blocking stream of the highest priority in the current context. Destroyed without a wait: the driver keeps
+// what is queued until it has run.
+class Stream {
+ public:
+  explicit Stream(ApiPointer api) : api_(std::move(api)) {
+    int least = 0;
+    int greatest = 0;
+    api_->check(api_->context_get_priority_range(&least, &greatest));
+    api_->check(api_->stream_create(&handle_, stream_non_blocking, greatest));
+  }
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+  ~Stream() { (void)succeeded(api_->stream_destroy(handle_)); }  // a destructor has nobody to tell
+
+  [[nodiscard]] StreamHandle handle() const noexcept { return handle_; }
+
+ private:
+  ApiPointer api_;
+  StreamHandle handle_ = nullptr;
+};
+
+// An event without timing.
+class Event {
+ public:
+  explicit Event(ApiPointer api) : api_(std::move(api)) {
+    api_->check(api_->event_create(&handle_, event_disable_timing));
+  }
+  Event(Event&& other) noexcept : api_(std::move(other.api_)), handle_(std::exchange(other.handle_, nullptr)) {}
+  Event& operator=(Event&& other) noexcept {
+    std::swap(api_, other.api_);
+    std::swap(handle_, other.handle_);
+    return *this;
+  }
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+  ~Event() {
+    if (handle_ != nullptr) (void)succeeded(api_->event_destroy(handle_));
+  }
+
+  void record(StreamHandle stream) const { api_->check(api_->event_record(handle_, stream)); }
+  // Work that `stream` gets from now on runs after what was recorded last.
+  void hold_up(StreamHandle stream) const { api_->check(api_->stream_wait_event(stream, handle_, 0)); }
+  [[nodiscard]] bool done() const { return api_->ready(api_->event_query(handle_)); }
+
+ private:
+  ApiPointer api_;
+  EventHandle handle_ = nullptr;
+};
+
+// Events for reuse: a steady state creates none.
+class EventPool {
+ public:
+  explicit EventPool(ApiPointer api) : api_(std::move(api)) {}
+
+  [[nodiscard]] Event take() {
+    if (free_.empty()) return Event(api_);
+    Event event = std::move(free_.back());
+    free_.pop_back();
+    return event;
+  }
+  void give_back(Event event) { free_.push_back(std::move(event)); }
+
+ private:
+  ApiPointer api_;
+  std::vector<Event> free_;
+};
+
+}  // namespace pypipe::cuda

@@ -1,0 +1,252 @@
+#include "link/nccl/nccl_link.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "base/error.hpp"
+#include "link/slots.hpp"
+
+namespace pypipe {
+namespace {
+
+cuda::Pointer device_pointer(const void* data) { return reinterpret_cast<cuda::Pointer>(data); }
+
+cuda::StreamHandle handle(Stream stream) { return static_cast<cuda::StreamHandle>(stream.handle); }
+
+// Of a message that is held back; no operation has so high a number.
+constexpr std::uint64_t not_started = std::numeric_limits<std::uint64_t>::max();
+
+}  // namespace
+
+NcclSendLink::NcclSendLink(Hub& hub, int peer, std::uint32_t link, std::shared_ptr<NcclEdge> edge, Allocate allocate,
+                           std::shared_ptr<NcclGroup> group)
+    : hub_(hub),
+      peer_(peer),
+      link_(link | link_frames),
+      edge_(std::move(edge)),
+      allocate_(std::move(allocate)),
+      group_(std::move(group)),
+      made_(edge_->cuda()),
+      left_(edge_->cuda()) {}
+
+NcclSendLink::~NcclSendLink() = default;
+
+void NcclSendLink::reserve(std::uint32_t /*channel*/, std::uint32_t /*slots*/, std::size_t /*bytes*/,
+                           const Patience& /*patience*/) {
+  // The receiver owns the slots; it sees what they must hold in the envelopes.
+}
+
+std::byte* NcclSendLink::staging(std::size_t bytes) {
+  if (packed_ == stagings_.size()) stagings_.emplace_back();
+  Staging& area = stagings_[packed_];
+  if (group_) packed_ += 1;
+  if (bytes > area.bytes) {
+    // The link's stream may still read the smaller one.
+    if (area.memory) outgrown_.emplace_back(messages_ - 1, std::move(area.memory));
+    area.bytes = slot_size(bytes);
+    area.memory = allocate_(area.bytes);
+  }
+  return static_cast<std::byte*>(area.memory.get());
+}
+
+NcclSendLink::Outgoing NcclSendLink::prepare(const Envelope& envelope, std::span<const Part> parts, Stream stream) {
+  const bool packed = parts.size() > 1;
+  const std::byte* const area = packed ? staging(envelope.bytes) : nullptr;
+  // After the allocation: fresh memory may still be in use by earlier work of the compute stream.
+  made_.record(handle(stream));
+  made_.hold_up(edge_->stream().handle());
+  if (!packed) return {parts.front().data, envelope.bytes};
+  const cuda::Api& cuda = *edge_->cuda();
+  for (const Part& part : parts) {
+    if (part.bytes == 0) continue;
+    cuda.check(cuda.copy_async(device_pointer(area + part.offset), device_pointer(part.data), part.bytes,
+                               edge_->stream().handle()));
+  }
+  return {area, envelope.bytes};
+}
+
+void NcclSendLink::enqueue(const Outgoing& message, nccl::CommunicatorHandle communicator,
+                           cuda::StreamHandle on) const {
+  const nccl::Api& nccl = edge_->nccl();
+  nccl.check(nccl.send(message.data, message.bytes, nccl::uint8, edge_->peer(), communicator, on));
+}
+
+std::uint64_t NcclSendLink::send(const Envelope& envelope, std::span<const Part> parts, Stream stream,
+                                 const Patience& patience, Habit& /*habit*/) {
+  hub_.send(peer_, FrameType::envelope, link_, 0,
+            std::string_view(reinterpret_cast<const char*>(&envelope), sizeof(envelope)), patience);
+  messages_ += 1;
+  if (std::ranges::all_of(parts, [](const Part& part) { return part.bytes == 0; })) {
+    operations_.push_back(0);
+    return messages_;
+  }
+  const Outgoing message = prepare(envelope, parts, stream);
+  const auto enqueued = [this, message](nccl::CommunicatorHandle communicator, cuda::StreamHandle on) {
+    enqueue(message, communicator, on);
+  };
+  if (!group_) {
+    operations_.push_back(edge_->run(std::cref(enqueued), patience));
+    return messages_;
+  }
+  std::uint64_t& operation = operations_.emplace_back(not_started);
+  group_->add({edge_.get(), [](const Patience&) { return true; }, enqueued,
+               [this, &operation](std::uint64_t number) {
+                 operation = number;
+                 packed_ = 0;
+               }});
+  return messages_;
+}
+
+std::uint64_t NcclSendLink::sent() {
+  const std::uint64_t ended = edge_->ended();
+  while (!operations_.empty() && operations_.front() <= ended) operations_.pop_front();
+  const std::uint64_t sent = messages_ - operations_.size();
+  while (!outgrown_.empty() && outgrown_.front().first <= sent) outgrown_.pop_front();
+  return sent;
+}
+
+void NcclSendLink::finish(Stream stream) {
+  if (finished_ == messages_) return;
+  finished_ = messages_;
+  left_.record(edge_->stream().handle());
+  left_.hold_up(handle(stream));
+}
+
+NcclReceiveLink::NcclReceiveLink(Hub& hub, int peer, std::uint32_t link, std::shared_ptr<NcclEdge> edge,
+                                 Allocate allocate, const std::map<std::uint32_t, std::uint32_t>& slots,
+                                 std::shared_ptr<NcclGroup> group)
+    : hub_(hub),
+      peer_(peer),
+      link_(link | link_frames),
+      edge_(std::move(edge)),
+      allocate_(std::move(allocate)),
+      group_(std::move(group)),
+      events_(edge_->cuda()) {
+  for (const auto& [channel, count] : slots) lanes_[channel].slots = count;
+}
+
+NcclReceiveLink::~NcclReceiveLink() = default;
+
+void NcclReceiveLink::await(cuda::Event event, cuda::StreamHandle stream) {
+  event.hold_up(stream);
+  events_.give_back(std::move(event));  // the wait took what was recorded until now
+}
+
+bool NcclReceiveLink::has_room(const Envelope& envelope) const {
+  const auto found = lanes_.find(envelope.channel);
+  if (found == lanes_.end()) {
+    throw Error(Fault::protocol, "rank " + std::to_string(peer_) + " sent a message of channel " +
+                                     std::to_string(envelope.channel) + ", which is not on this link");
+  }
+  return found->second.alive < found->second.slots;
+}
+
+Envelope NcclReceiveLink::take(const Patience& patience) {
+  return envelope_of(hub_.take(peer_, FrameType::envelope, link_, patience));
+}
+
+void NcclReceiveLink::post(std::uint32_t /*channel*/, Stream stream, const Patience& patience) {
+  if (group_) {
+    const auto message = std::make_shared<Started*>();
+    group_->add({edge_.get(),
+                 [this, message, stream](const Patience& waiting) {
+                   *message = &place(take(waiting), stream);
+                   return (*message)->arrival.envelope.bytes > 0;
+                 },
+                 [this, message](nccl::CommunicatorHandle communicator, cuda::StreamHandle on) {
+                   enqueue((*message)->arrival, communicator, on);
+                 },
+                 [this, message](std::uint64_t) { note_arrival(**message); }});
+    return;
+  }
+  // What has been announced and finds a free slot is received now, while the stream is busy with something else.
+  while (auto frame = hub_.try_take(peer_, FrameType::envelope, link_)) {
+    waiting_.push_back(envelope_of(*frame));
+  }
+  while (!waiting_.empty() && has_room(waiting_.front())) {
+    start(waiting_.front(), stream, patience);
+    waiting_.pop_front();
+  }
+}
+
+void NcclReceiveLink::grow(Lane& lane, std::size_t bytes, Stream stream) {
+  lane.bytes = slot_size(bytes);
+  lane.generation += 1;
+  const std::shared_ptr<void> memory = allocate_(lane.bytes * lane.slots);
+  void* const registration = edge_->register_memory(memory.get(), lane.bytes * lane.slots);
+  // The registration goes before the memory does.
+  lane.memory = {memory.get(), [memory, registration, edge = edge_](void*) { edge->deregister_memory(registration); }};
+  // Fresh memory may still be in use by earlier work of the compute stream.
+  cuda::Event given = events_.take();
+  given.record(handle(stream));
+  await(std::move(given), edge_->stream().handle());
+  lane.free.clear();
+  for (std::uint32_t index = lane.slots; index > 0; --index) lane.free.push_back({index - 1, std::nullopt});
+}
+
+NcclReceiveLink::Started& NcclReceiveLink::place(const Envelope& envelope, Stream stream) {
+  if (!has_room(envelope)) {
+    throw Error(Fault::usage, "a message of channel " + std::to_string(envelope.channel) + " from rank " +
+                                  std::to_string(peer_) + " finds no free slot: the program was not verified");
+  }
+  Lane& lane = lanes_[envelope.channel];
+  if (lane.generation == 0 || envelope.bytes > lane.bytes) grow(lane, envelope.bytes, stream);
+  Place place = std::move(lane.free.back());
+  lane.free.pop_back();
+  lane.alive += 1;
+  auto* const data = static_cast<std::byte*>(lane.memory.get()) + std::size_t{place.index} * lane.bytes;
+  if (envelope.bytes > 0 && place.read) await(*std::move(place.read), edge_->stream().handle());
+  const Slot slot{envelope.channel, lane.generation, place.index, data, lane.bytes, lane.memory};
+  return started_.emplace_back(Started{Arrival{envelope, slot}, std::nullopt});
+}
+
+void NcclReceiveLink::enqueue(const Arrival& message, nccl::CommunicatorHandle communicator,
+                              cuda::StreamHandle on) const {
+  const nccl::Api& nccl = edge_->nccl();
+  nccl.check(nccl.receive(message.slot.data, message.envelope.bytes, nccl::uint8, edge_->peer(), communicator, on));
+}
+
+void NcclReceiveLink::note_arrival(Started& message) {
+  message.arrived = events_.take();
+  message.arrived->record(edge_->stream().handle());
+}
+
+void NcclReceiveLink::start(const Envelope& envelope, Stream stream, const Patience& patience) {
+  Started& message = place(envelope, stream);
+  if (envelope.bytes == 0) return;
+  const auto enqueued = [&](nccl::CommunicatorHandle communicator, cuda::StreamHandle on) {
+    enqueue(message.arrival, communicator, on);
+  };
+  edge_->run(std::cref(enqueued), patience);
+  note_arrival(message);
+}
+
+Arrival NcclReceiveLink::receive(Stream stream, const Patience& patience, Habit& /*habit*/) {
+  if (started_.empty()) {
+    if (group_)
+      throw Error(Fault::usage, "a message is used before its receive was issued: the program was not verified");
+    if (waiting_.empty()) waiting_.push_back(take(patience));
+    start(waiting_.front(), stream, patience);
+    waiting_.pop_front();
+  }
+  Started next = std::move(started_.front());
+  started_.pop_front();
+  if (next.arrived) await(*std::move(next.arrived), handle(stream));
+  return std::move(next.arrival);
+}
+
+void NcclReceiveLink::release(const Slot& slot, Stream stream) {
+  Lane& lane = lanes_[slot.channel];
+  lane.alive -= 1;
+  if (slot.generation != lane.generation) return;  // of memory that has been outgrown
+  cuda::Event read = events_.take();
+  read.record(handle(stream));
+  lane.free.push_back({slot.index, std::move(read)});
+}
+
+}  // namespace pypipe

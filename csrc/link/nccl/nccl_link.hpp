@@ -1,0 +1,130 @@
+// The link between two GPUs: ncclSend and ncclRecv on a stream of the link's own.
+//
+// Order, of everything that touches a message (-> is "an event of the left is waited for by the right"):
+//   sender    compute that made the tensors -> ncclSend; the tensors are kept until sent() counts the message
+//             last ncclSend of a step -> compute after the step, which may overwrite what was sent (an input, a buffer)
+//   receiver  compute that read the slot's last message -> ncclRecv -> compute that reads this one
+// The host only enqueues. It waits for one thing: the envelope, which the sender's host sends over the control socket
+// as it issues the send, and without which the receiver knows neither the size nor the layout.
+//
+// One tensor is sent from where it lies. Several are packed by the link's stream into one staging buffer and go out as
+// one ncclSend: the receiver then posts one receive of one size, whatever the tree, and one staging buffer is enough,
+// since the stream's own order protects it.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "control/hub.hpp"
+#include "link/link.hpp"
+#include "link/nccl/cuda_stream.hpp"
+#include "link/nccl/nccl_edge.hpp"
+#include "link/nccl/nccl_group.hpp"
+
+namespace pypipe {
+
+// Gives device memory, which is freed with the last copy of the pointer.
+using Allocate = std::function<std::shared_ptr<void>(std::size_t bytes)>;
+
+class NcclSendLink final : public SendLink {
+ public:
+  // With a group, messages leave with its next issue().
+  NcclSendLink(Hub& hub, int peer, std::uint32_t link, std::shared_ptr<NcclEdge> edge, Allocate allocate,
+               std::shared_ptr<NcclGroup> group);
+  ~NcclSendLink() override;
+
+  void reserve(std::uint32_t channel, std::uint32_t slots, std::size_t bytes, const Patience& patience) override;
+  std::uint64_t send(const Envelope& envelope, std::span<const Part> parts, Stream stream, const Patience& patience,
+                     Habit& habit) override;
+  [[nodiscard]] std::uint64_t sent() override;
+  void finish(Stream stream) override;
+
+ private:
+  // Where messages of several parts are packed. Its last reader is the link's own stream.
+  struct Staging {
+    std::shared_ptr<void> memory;
+    std::size_t bytes = 0;
+  };
+  struct Outgoing {
+    const void* data = nullptr;
+    std::size_t bytes = 0;
+  };
+  Outgoing prepare(const Envelope& envelope, std::span<const Part> parts, Stream stream);
+  [[nodiscard]] std::byte* staging(std::size_t bytes);
+  void enqueue(const Outgoing& message, nccl::CommunicatorHandle communicator, cuda::StreamHandle on) const;
+
+  Hub& hub_;
+  const int peer_;
+  const std::uint32_t link_;
+  std::shared_ptr<NcclEdge> edge_;
+  Allocate allocate_;
+  std::shared_ptr<NcclGroup> group_;
+  cuda::Event made_;
+  cuda::Event left_;
+  std::vector<Staging> stagings_;  // one, and more where one group takes several messages
+  std::size_t packed_ = 0;         // how many of them the group at hand has filled
+  std::deque<std::pair<std::uint64_t, std::shared_ptr<void>>> outgrown_;  // with the last message that used it
+  std::uint64_t messages_ = 0;
+  std::uint64_t finished_ = 0;
+  // Of messages that may not have left: how many operations the edge had started with each.
+  std::deque<std::uint64_t> operations_;
+};
+
+class NcclReceiveLink final : public ReceiveLink {
+ public:
+  // `slots`: for each channel of the link, how many.
+  NcclReceiveLink(Hub& hub, int peer, std::uint32_t link, std::shared_ptr<NcclEdge> edge, Allocate allocate,
+                  const std::map<std::uint32_t, std::uint32_t>& slots, std::shared_ptr<NcclGroup> group);
+  ~NcclReceiveLink() override;
+
+  void post(std::uint32_t channel, Stream stream, const Patience& patience) override;
+  [[nodiscard]] Arrival receive(Stream stream, const Patience& patience, Habit& habit) override;
+  void release(const Slot& slot, Stream stream) override;
+
+ private:
+  struct Place {
+    std::uint32_t index;
+    std::optional<cuda::Event> read;  // the last reader of the slot; nothing for a slot never used
+  };
+  struct Lane {
+    std::uint32_t slots = 0;
+    std::uint32_t generation = 0;
+    std::uint32_t alive = 0;  // over all generations
+    std::size_t bytes = 0;
+    std::shared_ptr<void> memory;
+    std::vector<Place> free;
+  };
+  struct Started {
+    Arrival arrival;
+    std::optional<cuda::Event> arrived;
+  };
+  [[nodiscard]] bool has_room(const Envelope& envelope) const;
+  void start(const Envelope& envelope, Stream stream, const Patience& patience);
+  // Gives a message its slot, and lets the link's stream wait until that may be overwritten.
+  Started& place(const Envelope& envelope, Stream stream);
+  void enqueue(const Arrival& message, nccl::CommunicatorHandle communicator, cuda::StreamHandle on) const;
+  void note_arrival(Started& message);
+  [[nodiscard]] Envelope take(const Patience& patience);
+  void grow(Lane& lane, std::size_t bytes, Stream stream);
+  // Lets a stream wait for what an event holds, which is then free for another use.
+  void await(cuda::Event event, cuda::StreamHandle stream);
+
+  Hub& hub_;
+  const int peer_;
+  const std::uint32_t link_;
+  std::shared_ptr<NcclEdge> edge_;
+  Allocate allocate_;
+  std::shared_ptr<NcclGroup> group_;
+  std::map<std::uint32_t, Lane> lanes_;
+  cuda::EventPool events_;
+  std::deque<Envelope> waiting_;  // announced, but there was no room yet
+  std::deque<Started> started_;
+};
+
+}  // namespace pypipe

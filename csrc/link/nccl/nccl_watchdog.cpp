@@ -1,0 +1,138 @@
+#include "link/nccl/nccl_watchdog.hpp"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <csignal>
+#include <exception>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "base/error.hpp"
+#include "base/json.hpp"
+#include "control/frame.hpp"
+#include "control/recorder.hpp"
+
+namespace pypipe {
+namespace {
+
+constexpr std::chrono::milliseconds period{50};
+constexpr std::chrono::seconds for_answers{1};
+
+}  // namespace
+
+NcclWatchdog::NcclWatchdog(Hub& hub, std::vector<std::shared_ptr<NcclEdge>> edges, std::chrono::nanoseconds limit,
+                           std::size_t ranks)
+    : hub_(hub), edges_(std::move(edges)), limit_(limit), ranks_(ranks) {
+  // Signals belong to the threads of the host program.
+  sigset_t all;
+  sigset_t before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  thread_ = std::thread([this] { run(); });
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+NcclWatchdog::~NcclWatchdog() {
+  {
+    const std::scoped_lock lock(mutex_);
+    closing_ = true;
+  }
+  wake_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+void NcclWatchdog::run() noexcept {
+  pthread_setname_np(pthread_self(), "pypipe-nccl");
+  std::unique_lock lock(mutex_);
+  while (!closing_) {
+    lock.unlock();
+    try {
+      look();
+    } catch (...) {  // NOLINT(bugprone-empty-catch): no memory for a message, which the next look may have
+    }
+    lock.lock();
+    wake_.wait_for(lock, period, [this] { return closing_; });
+  }
+}
+
+void NcclWatchdog::look() {
+  if (!hub_.cause()) {
+    for (const auto& edge : edges_) {
+      const std::optional<NcclEdge::Trouble> trouble = edge->watch(limit_);
+      if (!trouble) continue;
+      if (trouble->overdue && hub_.somebody_is_busy(ranks_, limit_)) {
+        edge->pardon();
+        continue;
+      }
+      if (!trouble->overdue) {
+        hub_.abort(R"({"kind":"link","rank":)" + std::to_string(hub_.rank()) + R"(,"message":)" +
+                   quoted(trouble->what) + "}");
+        break;
+      }
+      const std::string cause = overdue(trouble->what);
+      if (!edge->watch(limit_)) continue;  // it has ended while the ranks were asked
+      hub_.abort(cause);
+      break;
+    }
+  }
+  if (hub_.cause()) {
+    for (const auto& edge : edges_) edge->abort();
+  }
+}
+
+std::string NcclWatchdog::overdue(const std::string& what) {
+  Patience patience;
+  patience.timeout = for_answers;
+  std::string text = R"({"kind":"overdue","rank":)" + std::to_string(hub_.rank()) + R"(,"ranks":)" +
+                     std::to_string(ranks_) + R"(,"seconds":)" +
+                     std::to_string(std::chrono::duration<double>(limit_).count()) + R"(,"message":)" + quoted(what) +
+                     R"(,"found":[)";
+  bool first = true;
+  for (const Hub::Answer& answer : hub_.ask(ranks_, patience)) {
+    const std::string status = to_json(answer.status);
+    if (text.size() + status.size() > abort_limit / 10 * 9)
+      break;  // a rank that is left out is one that nothing is known of
+    text += (first ? "[" : ",[") + status + (answer.silent ? ",true]" : ",false]");
+    first = false;
+  }
+  return text + "]}";
+}
+
+void NcclWatchdog::close(const Patience& patience) {
+  {
+    const std::scoped_lock lock(mutex_);
+    closing_ = true;
+  }
+  wake_.notify_all();
+  if (thread_.joinable()) thread_.join();
+  if (hub_.cause()) {
+    for (const auto& edge : edges_) edge->abort();
+    return;
+  }
+  // In whatever order the ranks come here: each tells all its peers before it waits for any. To those that still need
+  // this rank it is the hub that tells it; they fail, and then there is nothing to wait for.
+  hub_.leave();
+  for (const auto& edge : edges_) edge->begin_close();
+  const auto deadline = std::chrono::steady_clock::now() + patience.timeout;
+  std::exception_ptr interrupted;
+  for (const auto& edge : edges_) {
+    Patience left = patience;
+    left.interruption = [&] {  // what it throws ends the edge
+      if (interrupted || hub_.cause()) throw Error(Fault::aborted, "the pipeline has failed");
+      if (!patience.interruption) return;
+      try {
+        patience.interruption();
+      } catch (...) {
+        interrupted = std::current_exception();
+        throw;
+      }
+    };
+    left.timeout = std::max(deadline - std::chrono::steady_clock::now(), std::chrono::nanoseconds(0));
+    edge->end_close(left);
+  }
+  if (interrupted) std::rethrow_exception(interrupted);
+}
+
+}  // namespace pypipe

@@ -1,0 +1,334 @@
+"""The schedule: the object whose step() trains one batch through the pipeline."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib.metadata
+import inspect
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from pypipe.errors import ConfigurationError
+from pypipe.program import Channel, Program
+from pypipe.runtime.batch.batch import ChunkSpecs
+from pypipe.runtime.diagnostics.checks import wanted
+from pypipe.runtime.diagnostics.trace import Trace
+from pypipe.runtime.rendezvous.liveness import declare
+from pypipe.runtime.rendezvous.meeting import refuse
+from pypipe.runtime.rendezvous.world import World, find_world
+from pypipe.runtime.step.fitting import Fitted, fit
+from pypipe.runtime.step.pipeline import Call, Pipeline, Settings
+from pypipe.runtime.transport.links.registry import max_ctas, single_communicator
+from pypipe.stage import PipelineStage
+
+__all__ = ["Schedule"]
+
+# Read once: a package that is being reinstalled has none for a moment.
+_VERSION = importlib.metadata.version("pypipe")
+
+
+class Schedule:
+    """Runs any program: a registered one, or one of your own.
+
+    Args:
+        program: the name of a registered builder ("1f1b", "zbv", ...), which is built for as many ranks and stages as
+            there are; or a pypipe.program.Program, with or without transfers; or the path of a CSV file of one, which
+            ends in .csv.
+        stages: this rank's stages, in any order; or its only one.
+        n_microbatches: M, how many microbatches a batch is cut into; any number from 1 up to the batch's length.
+        loss_fn: called on the last stage as loss_fn(output, target, **loss_kwargs); returns a tensor with one element.
+            It may run its own backward (chunked cross entropy) and return a detached tensor: the gradient that it
+            leaves on the output, by output.backward(gradient) or as output.grad, is weighted and goes on into the
+            stage. None: step() runs forward only. Give it on every rank or on none.
+        args_chunk_spec, kwargs_chunk_spec: how arguments are cut: TensorChunkSpec(dim) or Replicate(), nested as the
+            arguments are (for a dataclass or a NamedTuple, a dict by field). Default: every tensor along dimension 0,
+            also within containers, NamedTuples and dataclasses; a nested tensor by its components, a BlockMask by its
+            rows; anything else to every microbatch. All have one length, the batch's; only a tensor with a
+            TensorChunkSpec for itself alone may have another: it is cut by itself, for example M rows into one for
+            each microbatch. An object that holds tensors and is none of these is refused, unless it has Replicate().
+        output_merge_spec: how the last stage's outputs are joined: TensorChunkSpec(dim), Replicate() or Reduce(...),
+            nested as the output is. Default: tensors along dimension 0.
+        scale_grads: True: gradients are those of the mean over the whole batch, for a loss_fn that takes the mean over
+            its microbatch, each microbatch weighted by its share of the rows. False: plain sums over microbatches.
+        target_chunk_spec: how the target is cut, nested as it is. Default: along dimension 0; a flattened one, whose
+            length is a multiple of the batch's, in proportion. Where arguments are cut along another dimension it is
+            needed, unless the target has the batch's length along dimension 0 and no other that may be meant.
+        timeout: seconds (or a timedelta) that a rank waits for another one before it raises PipelineTimeout.
+        check: "nan" looks through what every action makes and raises NonFiniteError at the first NaN or infinity;
+            "checksum" sends checksums along and raises CorruptionError where a message changed on its way (not over
+            NCCL). One of them or a list; they cost time.
+        options: what else the builder takes, by its own names.
+
+    Raises:
+        ConfigurationError: an argument that cannot work. What the other ranks were given is compared when the first
+            step() or eval() begins.
+    """
+
+    def __init__(
+        self,
+        program: Program | str | os.PathLike[str],
+        stages: Sequence[PipelineStage] | PipelineStage,
+        n_microbatches: int,
+        loss_fn: Callable[..., Any] | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        *,
+        target_chunk_spec: Any = None,
+        timeout: float | datetime.timedelta = 600.0,
+        check: str | Sequence[str] | None = None,
+        **options: Any,
+    ) -> None:
+        given = _listed(stages)
+        world = given[0].world
+        indices = ", ".join(str(stage.stage_index) for stage in given)
+        seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else float(timeout)
+        problem = _problem(given, n_microbatches, loss_fn, seconds)
+        try:
+            checks = wanted(check)
+        except ValueError as error:
+            problem, checks = problem or str(error), frozenset()
+        fitted, single, ctas = Fitted(), False, 0
+        if problem is None:
+            try:
+                single, ctas = single_communicator(given[0].device), max_ctas()
+                fitted = fit(
+                    program,
+                    world.size,
+                    given[0].num_stages,
+                    n_microbatches,
+                    options,
+                    training=loss_fn is not None,
+                    single_communicator=single,
+                )
+            except ValueError as error:
+                problem = str(error)
+        if problem is not None:
+            raise _refused(world, f"rank {world.rank}, stage{'s' * (len(given) > 1)} {indices}: {problem}")
+        self._settings = Settings(
+            world=world,
+            device=given[0].device,
+            pieces=[(stage.stage_index, stage.submod) for stage in given],
+            fitted=fitted,
+            card={
+                "version": _VERSION,
+                "num_stages": given[0].num_stages,
+                "schedule": self._kind(program),
+                "communicators": "one for each pair of ranks" if single else "one for each link",
+                "max_ctas": ctas,
+            },
+            n_microbatches=n_microbatches,
+            loss=loss_fn,
+            scale_grads=bool(scale_grads),
+            specs=ChunkSpecs(
+                args_chunk_spec, kwargs_chunk_spec, output_merge_spec, target_chunk_spec, _argument_names(given)
+            ),
+            timeout=seconds,
+            checks=checks,
+            get_mesh=[stage.get_mesh for stage in given],
+        )
+        declare(world)
+        self._pipeline = Pipeline(self._settings)
+
+    def _kind(self, program: Program | str | os.PathLike[str]) -> str:
+        """What the ranks compare before they compare programs."""
+        if type(self) is not Schedule:
+            return type(self).__name__
+        return f"Schedule({program.name if isinstance(program, Program) else os.path.basename(program)})"
+
+    def __repr__(self) -> str:
+        """Where it runs, how it cuts batches, and what it cut the first one along."""
+        settings = self._settings
+        cut = self._pipeline.first_batch
+        return (
+            f"{settings.card['schedule']}({settings.where}, n_microbatches={settings.n_microbatches}"
+            f"{settings.specs.describe()})" + (f", which cut {cut}" if cut else "")
+        )
+
+    @property
+    def program(self) -> Program:
+        """What step() runs, with its transfers; after the first step or eval, with what replicated stages add to it."""
+        program = self._pipeline.program
+        if program is None:
+            raise ConfigurationError(f"{self._settings.where}: {self._settings.fitted.misfit}")
+        return program
+
+    @property
+    def counters(self) -> dict[Channel, dict[str, int]]:
+        """For each channel of this rank, what it has counted: messages, bytes, layouts, allocations, slots, ..."""
+        return self._pipeline.counters
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds that this rank spent in forwards and backwards during the last step() or eval()."""
+        return self._pipeline.busy_seconds
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds that the last step() or eval() took on this rank."""
+        return self._pipeline.step_seconds
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Trains one batch: forwards, losses and backwards of all microbatches. Gradients add up in `.grad`.
+
+        Every rank calls it. The first stage takes `args`, which other ranks may pass as well (they are ignored there);
+        each stage takes the keyword arguments that its own rank passes.
+
+        Args:
+            args: the first stage's positional arguments, for the whole batch.
+            target: for loss_fn, for the whole batch; used on the rank of the last stage.
+            losses: on the rank of the last stage, filled with the microbatches' losses, in order, unscaled and
+                detached.
+            return_outputs: whether the rank of the last stage keeps and returns the outputs.
+            loss_kwargs: further keyword arguments of loss_fn.
+            kwargs: the keyword arguments of each of this rank's stages, for the whole batch.
+
+        Returns:
+            On the rank of the last stage the merged outputs, detached; elsewhere, or without return_outputs, None.
+
+        Raises:
+            InputError: the batch does not fit; RemoteStageError, PeerLost, PipelineTimeout: another rank failed, died
+                or did not come; or whatever a stage or the loss function raised on this rank. Then `.grad` holds what
+                was there before and the microbatches whose backward had ended on this rank (a note of the error says
+                how many; a backward that raises may leave a part of its own); parameters are untouched. This schedule
+                refuses to go on: call zero_grad(), and build a new one, on every rank. A rank that had returned from
+                the step by then raises the error in its next call, or in close().
+        """
+        training = self._settings.loss is not None
+        return self._pipeline.run(Call(args, kwargs, target, losses, return_outputs, loss_kwargs, training))
+
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Runs forwards only, without gradients and without touching any; losses too, where `target` is given.
+
+        Arguments, result and errors are step()'s. Module.eval() is yours to call.
+
+        A rank returns when its own part is done: the first one may be several batches ahead of the last one, and does
+        not wait to hear how they end. So of an eval() that fails, or a step() without loss_fn, those ranks raise the
+        error that are still in it; one that has returned raises it in its next call, or in close(), as soon as it is
+        known there: "the last eval() failed on rank 2 after this rank had returned from it". What is to be done only
+        when all ranks have succeeded needs a barrier of your own before it.
+        """
+        return self._pipeline.run(
+            Call(args, kwargs, target, losses, return_outputs, loss_kwargs, training=False, name="eval()")
+        )
+
+    @contextlib.contextmanager
+    def busy(self, work: str) -> Iterator[None]:
+        """Says that this rank is alive and works: ranks that wait for it meanwhile wait beyond their timeout.
+
+        `with schedule.busy("writing a checkpoint"): ...`, around anything that may take longer than `timeout`: between
+        steps, or inside a stage. It helps nobody whose process has stopped or died.
+
+        Args:
+            work: what for, in a few words; other ranks' errors show it.
+        """
+        recorder = self._pipeline.recorder
+        if recorder is None:  # nobody waits yet
+            yield
+            return
+        recorder.core.set_busy(work or "busy")
+        try:
+            yield
+        finally:
+            recorder.core.set_busy("")
+
+    def trace(self) -> Trace:
+        """What every rank does, when, in the steps within a `with` block; on every rank around the same steps.
+
+            with schedule.trace() as trace:
+                schedule.step(x, target=y)
+            if rank == 0:
+                print(trace.text())
+                trace.save("step.html")
+
+        On a CPU it costs less than a microsecond an action within the block, and nothing outside; on an accelerator,
+        three events an action.
+
+        Raises:
+            PipelineError: a trace is being taken already.
+        """
+        return self._pipeline.trace()
+
+    def close(self) -> None:
+        """Leaves the pipeline. Idempotent; also done when the schedule is collected and when Python exits.
+
+        Raises:
+            PipelineError: another rank failed in a call that this rank had returned from, and no call has raised it
+                yet. The schedule is closed all the same. (Not raised where a `with` block ends by another error, nor
+                when the schedule is collected.)
+        """
+        self._pipeline.close()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
+        self._pipeline.close(error)
+
+
+def _listed(stages: Any) -> list[PipelineStage]:
+    given = [stages] if isinstance(stages, PipelineStage) else list(stages) if isinstance(stages, Sequence) else None
+    right = [stage for stage in given or [] if isinstance(stage, PipelineStage)]
+    if given and len(right) == len(given):
+        return right
+    what = f"a {type(stages).__name__}"
+    if given is not None:
+        wrong = [type(stage).__name__ for stage in given if not isinstance(stage, PipelineStage)]
+        what = f"a list with a {wrong[0]}" if wrong else "an empty list"
+    world = right[0].world if right else find_world()
+    raise _refused(world, f"rank {world.rank}: a schedule takes this rank's PipelineStage objects, not {what}")
+
+
+def _argument_names(given: Sequence[PipelineStage]) -> tuple[str, ...]:
+    """What the model's first stage calls its positional arguments, where this rank has it."""
+    for stage in given:
+        if stage.stage_index == 0:
+            try:
+                parameters = inspect.signature(stage.submod.forward).parameters.values()
+            except (TypeError, ValueError):  # not written in Python
+                return ()
+            kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
+    return ()
+
+
+def _refused(world: World, problem: str) -> ConfigurationError:
+    """Tells the other ranks, and returns this rank's error."""
+    refuse(world, problem)
+    return ConfigurationError(problem)
+
+
+def _problem(given: Sequence[PipelineStage], count: Any, loss: Any, seconds: float) -> str | None:
+    for what, values in (
+        ("groups", [stage.world.name for stage in given]),
+        ("num_stages", [stage.num_stages for stage in given]),
+        ("devices", [str(stage.device) for stage in given]),
+    ):
+        if len(set(values)) > 1:
+            return f"the stages of this rank have different {what} ({', '.join(map(str, values))}): give them the same"
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        return f"n_microbatches is {count!r}; a batch is cut into 1 microbatch or more"
+    if loss is not None and not callable(loss):
+        return f"loss_fn is a {type(loss).__name__}; give a function loss_fn(output, target)"
+    if not seconds > 0:
+        return f"timeout is {seconds:g} s; give a positive number of seconds"
+    return None

@@ -1,0 +1,1 @@
+"""What a person runs: a verb is a file."""

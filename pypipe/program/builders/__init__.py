@@ -1,0 +1,1 @@
+"""Builders: functions that make the programs of known schedules, and their registry."""

@@ -1,1 +1,0 @@
-"""The known schedules, by family; each builder is registered under its name."""

@@ -1,0 +1,1 @@
+"""What differs where each pair of ranks has one communicator for both directions."""

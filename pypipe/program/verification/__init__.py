@@ -1,0 +1,1 @@
+"""Proof that a lowered program is complete, ordered, free of deadlock and bounded in memory."""

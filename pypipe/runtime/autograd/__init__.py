@@ -1,0 +1,1 @@
+"""Running autograd's engine, whole or in halves."""

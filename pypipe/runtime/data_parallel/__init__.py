@@ -1,0 +1,1 @@
+"""What wraps a stage's parameters for data parallelism."""

@@ -1,0 +1,280 @@
+"""DistributedDataParallel, and replicate(), in a stage.
+
+Its reducer counts hooks of parameters: armed by a forward, it reduces a bucket when each parameter of it has had its
+hook called once. Here it is not armed while microbatches run. At REDUCE_GRAD it is, and its hooks are called by hand,
+inside an engine run that does nothing else, since the reducer ends its work in a callback of the engine. So hooks of
+the user's run no second time, and a parameter counts as used if it has a gradient, be it from any microbatch.
+
+Gradients of earlier steps that are in `.grad` already are averaged once more, which changes nothing where they were
+reduced: they are the same on all replicas.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.nn.parallel import DistributedDataParallel
+
+from pypipe.errors import InputError
+from pypipe.runtime.autograd.engine import run_backward
+
+__all__ = ["Replicated"]
+
+
+class Replicated:
+    """One DistributedDataParallel.
+
+    Args:
+        owner: the module that is wrapped, or the wrapper where it is a module.
+        state: what holds the flag that says whether the next backward reduces, and how it is called and read.
+    """
+
+    shards = False
+    moves_gradients = False
+
+    def __init__(self, owner: nn.Module, state: Any, ddp: Callable[[], DistributedDataParallel], flag: _Flag) -> None:
+        self._owner = owner
+        self._state = state
+        self._get_ddp = ddp
+        self._flag = flag
+        self._syncs: bool | None = None  # what the user wants; None: between steps
+        self._first_static = False
+        self._used: list[int] | None = None  # with static_graph, what the first step used
+        self._static_calls: dict[int, int] = {}  # and how often the reducer expects each one's hook
+        self._is_reduced = False
+
+    @classmethod
+    def by_ddp(cls, module: DistributedDataParallel) -> Replicated:
+        """For a module that is wrapped."""
+        return cls(module, module, lambda: module, _Flag("require_backward_grad_sync", means_sync=True))
+
+    @classmethod
+    def by_replicate(cls, module: nn.Module, state: Any) -> Replicated:
+        """For a module to which `torch.distributed._composable.replicate` was applied; its DDP comes in a forward."""
+
+        def ddp() -> DistributedDataParallel:
+            if state._init_args or state._init_kwargs:
+                state.lazy_init()
+            made: DistributedDataParallel = state._ddp
+            return made
+
+        return cls(module, state, ddp, _Flag("_no_sync", means_sync=False))
+
+    def identity(self) -> int:
+        """See Wrapper."""
+        return id(self._state)
+
+    def problem(self) -> str | None:
+        """See Wrapper."""
+        if not hasattr(getattr(torch.distributed, "Reducer", None), "_autograd_hook"):
+            return (
+                f"DistributedDataParallel in a stage: torch {torch.__version__} lacks what that needs: use a newer one"
+            )
+        for attribute, what, remedy in _REFUSED:
+            if _truth(self._state, attribute):
+                return f"DistributedDataParallel with {what} in a stage: {remedy}"
+        return None
+
+    def begin(self, *, training: bool) -> None:
+        """See Wrapper."""
+        if not training:
+            return
+        ddp = self._get_ddp()
+        self._is_reduced = False
+        self._syncs = self._flag.get(self._state)
+        self._flag.set(self._state, False)
+        if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
+            # Else the first microbatch's backward would enqueue the reduction.
+            self._first_static = ddp._static_graph_delay_allreduce_enqueued = True
+
+    def unshard(self) -> None:
+        """Nothing: parameters are whole."""
+
+    def after_backward(self) -> None:
+        """Nothing: gradients stay in `.grad`."""
+
+    def reduce(self) -> None:
+        """See Wrapper.
+
+        Raises:
+            InputError: a parameter has no gradient on this replica, and DDP was not told that this may be.
+        """
+        if not self._syncs:
+            return
+        ddp = self._get_ddp()
+        reducer: Any = ddp.reducer  # torch's stubs leave out what is private
+        parameters = _parameters(ddp)
+        with_gradient = [i for i, parameter in enumerate(parameters) if parameter.grad is not None]
+        if ddp.static_graph:
+            if self._first_static or self._used is None:
+                self._used = with_gradient
+            called = sorted({*self._used, *with_gradient})
+        elif ddp.find_unused_parameters:
+            called = with_gradient or [0]  # one hook at least, or nothing is reduced
+        else:
+            called = list(range(len(parameters)))
+        reducer.prepare_for_forward()
+        with _without_advice():
+            if ddp.find_unused_parameters and not ddp.static_graph:
+                # The reducer looks in the graph behind these for parameters that are used.
+                leads: Any = _Leads
+                reducer.prepare_for_backward([leads.apply(*[parameters[i] for i in called])])
+            else:
+                reducer.prepare_for_backward([])
+
+        def call_hooks() -> None:
+            for index in reversed(called):  # the order of a backward, by which buckets are made anew
+                if ddp.static_graph and not self._first_static:
+                    self._call_static(reducer, index)
+                else:
+                    reducer._autograd_hook(index)
+            if self._first_static:
+                reducer._delay_all_reduce()
+
+        _inside_engine(call_hooks)
+        self._first_static = False
+        # As after a forward of its own: buffers are sent out before the next one.
+        ddp.require_forward_param_sync = True
+        self._is_reduced = True
+        if len(called) > len(with_gradient) and not (ddp.static_graph or ddp.find_unused_parameters):
+            raise InputError(_unused(ddp, set(called) - set(with_gradient)))
+
+    def _call_static(self, reducer: Any, index: int) -> None:
+        """Calls a hook as often as a static graph's reducer expects it.
+
+        That is as often as the first step has called it, where some releases count hooks of microbatches, for which the
+        reducer was not armed, and others do not. It refuses one call too many, which tells.
+        """
+        count = self._static_calls.get(index)
+        if count is not None:
+            for _ in range(count):
+                reducer._autograd_hook(index)
+            return
+        count = 0
+        while True:
+            try:
+                reducer._autograd_hook(index)
+            except RuntimeError as error:
+                if "graph has changed" not in str(error):
+                    raise
+                break
+            count += 1
+        if count == 0:
+            raise InputError(
+                "a parameter that had no gradient in the first step has one now, but DistributedDataParallel was told "
+                "static_graph=True: leave that out"
+            )
+        self._static_calls[index] = count
+
+    def reshard(self) -> None:
+        """Nothing: parameters stay whole."""
+
+    def end(self) -> None:
+        """See Wrapper."""
+        syncs, self._syncs = self._syncs, None
+        if syncs is None:
+            return
+        self._flag.set(self._state, syncs)
+        if self._first_static:  # it has not come to its reduction
+            self._get_ddp()._static_graph_delay_allreduce_enqueued = self._first_static = False
+
+    def abandon(self) -> str | None:
+        """See Wrapper."""
+        if not self._syncs or self._is_reduced:
+            return None
+        return ".grad is not reduced among its replicas"
+
+
+class _Flag:
+    """Whether the next backward reduces: an attribute, which says so or the opposite."""
+
+    def __init__(self, name: str, *, means_sync: bool) -> None:
+        self._name = name
+        self._means_sync = means_sync
+
+    def get(self, state: Any) -> bool:
+        return bool(getattr(state, self._name)) is self._means_sync
+
+    def set(self, state: Any, syncs: bool) -> None:
+        setattr(state, self._name, syncs is self._means_sync)
+
+
+# What DDP can do besides, and acts by itself in each backward.
+_REFUSED = (
+    ("_use_python_reducer", "the Python reducer", 'leave torch._dynamo.config.optimize_ddp="python_reducer" out'),
+    ("mixed_precision", "mixed_precision=", "use torch.autocast in the stage's forward, or fully_shard's mp_policy"),
+    ("_delay_all_reduce_params", "delayed all-reduces", "leave delay_all_reduce_named_params out"),
+    ("_join_config.enable", "join()", "give all replicas the same number of steps"),
+)
+
+
+def _truth(state: Any, path: str) -> bool:
+    for name in path.split("."):
+        state = getattr(state, name, None)
+    return bool(state)
+
+
+def _parameters(ddp: DistributedDataParallel) -> Sequence[Tensor]:
+    """Those that the reducer reduces, by its numbers.
+
+    Raises:
+        InputError: others require a gradient now than when the reducer was made.
+    """
+    untyped: Any = ddp
+    listed: Sequence[Tensor] = getattr(ddp, "_module_parameters", None) or list(ddp.module.parameters())
+    parameters = [parameter for parameter in listed if parameter.requires_grad]
+    count = int(untyped._get_ddp_logging_data()["num_parameter_tensors"])
+    if len(parameters) != count:
+        raise InputError(
+            f"{len(parameters)} parameters require a gradient, but {count} did when DistributedDataParallel was built, "
+            "and those it reduces: freeze and unfreeze before, or wrap the module anew and build a new schedule"
+        )
+    return parameters
+
+
+class _Leads(torch.autograd.Function):
+    """A tensor whose graph leads to these parameters; nothing runs backward through it."""
+
+    @staticmethod
+    def forward(_ctx: Any, *parameters: Tensor) -> Tensor:
+        return torch.zeros((), device=parameters[0].device)
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: Any) -> Any:
+        raise AssertionError("this graph is only looked at")
+
+
+def _inside_engine(function: Callable[[], None]) -> None:
+    """Calls a function in a run of autograd's engine, and then the callbacks that it has queued there."""
+    with torch.inference_mode(False), torch.enable_grad():
+        zero = torch.zeros(())
+        node = torch.zeros((), requires_grad=True).view(()).grad_fn
+    assert node is not None
+    node.register_prehook(lambda _: function())
+    run_backward((GradientEdge(node, 0),), (zero,))
+
+
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """DDP says, once, that all parameters were used though it was told to look for unused ones. Of one step's M
+    microbatches that is no news."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*find_unused_parameters=True was specified")
+        yield
+
+
+def _unused(ddp: DistributedDataParallel, indices: set[int]) -> str:
+    numbers = {id(parameter): i for i, parameter in enumerate(_parameters(ddp))}
+    names = [name for name, p in ddp.module.named_parameters() if numbers.get(id(p)) in indices]
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return (
+        f"no loss of this step depends on {shown or 'some parameters'}, and DistributedDataParallel was not told that "
+        "this may be: pass find_unused_parameters=True to it, or freeze them with requires_grad_(False). Their "
+        "gradients are zeros now"
+    )

@@ -1,0 +1,111 @@
+"""Whether stages have `state_dict` keys in common, which torch.distributed.checkpoint would take for one tensor.
+
+It expects names that are global: of two stages that each save a "0.weight", a checkpoint keeps one, without an error.
+Every stage's card has hashes of its keys, by which a rank finds that one of its own keys is another stage's too.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import sys
+import warnings
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from pypipe.errors import NameClashWarning
+
+__all__ = ["NameClash", "find_clash", "sketch"]
+
+# Two stages with the same keys have the same smallest hashes, so a part of them will do. 48 bits each: among the stages
+# of a large pipeline (2^14 hashes) two different keys have one hash in common once in a million pipelines.
+_MOST, _BYTES, _CHARACTERS = 256, 6, 8
+
+_CHECKPOINT = "torch.distributed.checkpoint"
+_warned = False  # a process says it once, however many pipelines it builds
+
+
+def _hash(key: str) -> str:
+    return base64.b64encode(hashlib.sha256(key.encode()).digest()[:_BYTES]).decode()
+
+
+def _keys(module: nn.Module) -> Iterable[str]:
+    try:
+        return list(module.state_dict(keep_vars=True))  # with the module's own hooks, which may rename
+    except Exception:  # a module may be trained that cannot be saved
+        return []
+
+
+def sketch(module: nn.Module) -> str:
+    """The smallest hashes of a stage's keys, in one string of at most 2 KiB."""
+    return "".join(sorted({_hash(key) for key in _keys(module)})[:_MOST])
+
+
+def _hashes(text: str) -> set[str]:
+    return {text[start : start + _CHARACTERS] for start in range(0, len(text), _CHARACTERS)}
+
+
+class NameClash:
+    """A key of one of this rank's stages that another stage has as well.
+
+    Args:
+        key: the key.
+        mine, other: the two stages.
+    """
+
+    def __init__(self, key: str, mine: int, other: int) -> None:
+        self.text = (
+            f"stages {min(mine, other)} and {max(mine, other)} both have {key!r} in their state_dict(), and "
+            "torch.distributed.checkpoint keeps one tensor of a name: give each stage's keys a prefix, for example "
+            'f"stages.{stage_index}.", as pypipe\'s docs/checkpoints.md shows. To silence this: '
+            'warnings.filterwarnings("ignore", category=pypipe.NameClashWarning)'
+        )
+
+    def warn(self, stacklevel: int) -> None:
+        """Warns now where torch.distributed.checkpoint has been imported, else as soon as it is.
+
+        A script that never imports it loses nothing by the clash, and reads no warning.
+
+        Args:
+            stacklevel: as for warnings.warn(), from the caller's point of view.
+        """
+        global _warned
+        if _warned:
+            return
+        _warned = True
+        if _CHECKPOINT in sys.modules:
+            warnings.warn(self.text, NameClashWarning, stacklevel=stacklevel + 1)
+        else:
+            sys.meta_path.insert(0, _WarnAtImport(self.text))
+
+
+class _WarnAtImport:
+    """Finds no module, and warns when the first import of torch.distributed.checkpoint asks it to."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        """Called by the import system; the other finders do what is to be done."""
+        if name == _CHECKPOINT:
+            sys.meta_path.remove(self)
+            warnings.warn(self._text, NameClashWarning, stacklevel=2)  # frames of the import system do not count
+
+
+def find_clash(held: Sequence[tuple[int, nn.Module]], cards: Iterable[tuple[int, str]]) -> NameClash | None:
+    """A clash of one of this rank's stages.
+
+    Args:
+        held: this rank's stages: which piece of the model each is, and its module.
+        cards: for every stage of all ranks, which piece it is, and its sketch. Two copies of a piece do not clash.
+    """
+    others = [(piece, _hashes(text)) for piece, text in cards]
+    for mine, module in held:
+        known = _hashes(sketch(module))
+        shared = {piece: known & hashes for piece, hashes in others if piece != mine and known & hashes}
+        for piece, hashes in sorted(shared.items()):
+            key = next((key for key in _keys(module) if _hash(key) in hashes), None)
+            if key is not None:
+                return NameClash(key, mine, piece)
+    return None

@@ -1,0 +1,275 @@
+"""Two copies of one model (DualPipe): what they tell each other at the end of a step.
+
+A program with two chains of stages holds each piece of the model twice, as a rule on two ranks. Both copies' gradients
+of a step are added up, so that each rank's optimizer sees those of the whole batch, and the last stages exchange their
+losses and outputs. It goes over links of its own, one for each pair of ranks and direction (of kind W).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pypipe.errors import ConfigurationError, InputError
+from pypipe.program import Channel, Kind, Program
+from pypipe.runtime.transport.channels import ReceiveChannel, SendChannel
+
+__all__ = ["Copies", "compare_copies", "copy_channels", "describe_copy"]
+
+# One message's worth of gradients: large enough for bandwidth, and little memory for slots.
+_BUCKET_BYTES = 8 << 20
+
+Part = tuple[nn.Parameter, int, int]  # of the parameter's flattened gradient
+
+
+def copy_channels(program: Program) -> list[Channel]:
+    """The channels between the two copies of each piece that are on different ranks."""
+    if len(program.chains) == 1:
+        return []
+    pairs = zip(program.chains[0].stages, program.chains[1].stages, strict=True)
+    apart = [(a, b) for a, b in pairs if program.placement[a] != program.placement[b]]
+    return [Channel(Kind.W, *pair) for a, b in apart for pair in ((a, b), (b, a))]
+
+
+def describe_copy(module: nn.Module) -> list[Any]:
+    """What must be the same of two copies before the first step, as JSON values: which parameters, and their sums."""
+    named = [(name, list(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
+    total = size = 0.0
+    for parameter in module.parameters():
+        values = parameter.detach()
+        values = (torch.view_as_real(values.resolve_conj()) if values.is_complex() else values).double()
+        total += float(values.sum())
+        size += float(values.abs().sum())
+    return [hashlib.sha256(repr(named).encode()).hexdigest(), total, size]
+
+
+def compare_copies(described: Sequence[tuple[int, int, list[Any]]]) -> None:
+    """Compares all (rank, piece, describe_copy()) of a pipeline.
+
+    Raises:
+        ConfigurationError: two copies of a piece are not the same.
+    """
+    first: dict[int, tuple[int, list[Any]]] = {}
+    for rank, piece, (names, total, size) in described:
+        other, (their_names, their_total, their_size) = first.setdefault(piece, (rank, [names, total, size]))
+        if names != their_names:
+            raise ConfigurationError(
+                f"the two copies of stage {piece}, on ranks {other} and {rank}, have different parameters: build both "
+                "from the same module, with the same ones frozen"
+            )
+        if abs(total - their_total) + abs(size - their_size) > 1e-6 * (size + their_size):
+            raise ConfigurationError(
+                f"the two copies of stage {piece}, on ranks {other} and {rank}, begin with different values of their "
+                "parameters: load the same state_dict() into both, or build both from the same random seed"
+            )
+
+
+class Copies:
+    """One rank's part of it.
+
+    Args:
+        program: with two chains.
+        rank: this rank.
+        modules: by their stage in the program, those of this rank.
+        senders, receivers: the ends of `copy_channels` on this rank.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        modules: Mapping[int, nn.Module],
+        senders: Mapping[Channel, SendChannel],
+        receivers: Mapping[Channel, ReceiveChannel],
+    ) -> None:
+        self._before: list[tuple[nn.Parameter, Tensor | None]] = []
+        self._last: _Exchange | None = None
+        # Piece by piece, the same order on both ranks of a pair. A parameter that two stages of a rank share counts
+        # for the first of them.
+        self._apart: list[tuple[_Exchange, list[nn.Parameter]]] = []
+        self._beside: list[tuple[nn.Parameter, nn.Parameter]] = []
+        seen: set[int] = set()
+        for a, b in sorted(zip(*(chain.stages for chain in program.chains), strict=True)):
+            for mine, other in ((a, b), (b, a)):
+                if program.placement[mine] != rank:
+                    continue
+                parameters = [p for p in modules[mine].parameters() if p.requires_grad and id(p) not in seen]
+                seen.update(map(id, parameters))
+                if program.placement[other] == rank:
+                    if mine == a:
+                        theirs = [p for p in modules[other].parameters() if p.requires_grad]
+                        own = [p for p in modules[mine].parameters() if p.requires_grad]
+                        self._beside += [(p, q) for p, q in zip(own, theirs, strict=True) if p is not q]
+                    continue
+                sender, receiver = senders[Channel(Kind.W, mine, other)], receivers[Channel(Kind.W, other, mine)]
+                exchange = _Exchange(sender, receiver)
+                self._apart.append((exchange, parameters))
+                if program.next_stage(mine) is None:
+                    self._last = exchange
+        self._buckets = [(exchange, _buckets(parameters)) for exchange, parameters in self._apart]
+        listed = [p for _, parameters in self._apart for p in parameters]
+        listed += [p for pair in self._beside for p in pair]
+        self._parameters = list({id(p): p for p in listed}.values())
+
+    def begin(self) -> None:
+        """Sets `.grad` of earlier steps aside: only this step's gradients are exchanged."""
+        for parameter in self._parameters:
+            if getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise InputError(
+                    "a parameter has a hook that runs as soon as its gradient is there (such as an optimizer step in "
+                    "the backward), but here gradients are complete only at the end of step(), when those of the two "
+                    "copies have been added up: remove the hook and call the optimizer after step()"
+                )
+        self._before = [(parameter, parameter.grad) for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def abandon(self) -> None:
+        """After an error: gives parameters their gradients of earlier steps back."""
+        for parameter, before in self._before:
+            parameter.grad = before
+        self._before = []
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Adds up what both copies' gradients are of this step, and adds that to what there was."""
+        for p, q in self._beside:
+            total = _sum(p.grad, q.grad)
+            p.grad, q.grad = total, None if total is None else total.clone()
+        for exchange, buckets in self._buckets:
+            totals: dict[nn.Parameter, Tensor] = {}
+            for bucket in buckets:
+                exchange.send([_part_of(*part) for part in bucket])
+                for part, theirs in zip(bucket, exchange.receive(), strict=True):
+                    _add_part(*part, theirs, totals)
+                exchange.release()
+            for parameter, total in totals.items():
+                parameter.grad = total
+        for parameter, before in self._before:
+            if before is not None:
+                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+        self._before = []
+
+    @torch.no_grad()
+    def share_results(self, losses: dict[int, Tensor], outputs: dict[int, Any], rows: int) -> None:
+        """Completes the losses and outputs of one copy's microbatches by those of the other's; by microbatch.
+
+        Args:
+            losses, outputs: of the last stage that is on this rank, if one is.
+            rows: the batch's length here, which must be the same there; 0: unknown.
+        """
+        exchange = self._last
+        if exchange is None:
+            return
+        mine = sorted(outputs)
+        # As copies: whoever gets the results may change them while they are still on their way.
+        exchange.send(_copy({"losses": dict(losses), "outputs": mine, "rows": rows}))
+        head = _copy(exchange.receive())
+        exchange.release()
+        if head["rows"] != rows:
+            raise InputError(
+                f"the batch has {rows} rows here and {head['rows']} at the other end of the pipeline: both ends are "
+                "given the same whole batch, of which each uses its microbatches"
+            )
+        theirs = head["outputs"]
+        for turn in range(max(len(mine), len(theirs))):
+            if turn < len(mine):
+                exchange.send(_copy(outputs[mine[turn]]))
+            if turn < len(theirs):
+                outputs[theirs[turn]] = _copy(exchange.receive())
+                exchange.release()
+        losses.update(head["losses"])
+
+
+class _Exchange:
+    """Both ways between the two copies of one piece."""
+
+    def __init__(self, sender: SendChannel, receiver: ReceiveChannel) -> None:
+        self._sender = sender
+        self._receiver = receiver
+        self._sent = self._received = 0
+        self._slot: Any = None
+
+    def send(self, tree: Any) -> None:
+        """Sends a tree."""
+        self._receiver.post(0)
+        self._sender.send(tree, self._sent, 0, 0)
+        self._sent = (self._sent + 1) % (1 << 31)
+
+    def receive(self) -> Any:
+        """The next tree, in a slot."""
+        self._slot = self._receiver.receive(self._received, training=False)
+        self._received = (self._received + 1) % (1 << 31)
+        return self._slot.tree
+
+    def release(self) -> None:
+        """Gives the last tree's slot back."""
+        self._slot.release()
+        self._slot = None
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[Part]]:
+    """The gradients of these parameters in messages of limited size."""
+    buckets: list[list[Part]] = []
+    room = 0
+    for parameter in parameters:
+        start, count = 0, parameter.numel()
+        while start < count or (start == count == 0):
+            if room < parameter.element_size():
+                buckets.append([])
+                room = _BUCKET_BYTES
+            stop = min(count, start + room // parameter.element_size())
+            buckets[-1].append((parameter, start, stop))
+            room -= (stop - start) * parameter.element_size()
+            start = stop
+            if count == 0:
+                break
+    return buckets
+
+
+def _part_of(parameter: nn.Parameter, start: int, stop: int) -> Any:
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    if gradient.is_sparse:
+        if start:
+            return None
+        return gradient._indices(), gradient._values(), tuple(gradient.shape)
+    if not gradient.is_contiguous():
+        gradient = parameter.grad = gradient.contiguous()
+    return gradient.view(-1)[start:stop]
+
+
+def _add_part(parameter: nn.Parameter, start: int, stop: int, theirs: Any, totals: dict[nn.Parameter, Tensor]) -> None:
+    """Adds up in new memory: what was there may still be on its way."""
+    mine = parameter.grad
+    if isinstance(theirs, tuple):
+        indices, values, shape = theirs
+        theirs = torch.sparse_coo_tensor(indices.clone(), values.clone(), shape)
+        totals[parameter] = theirs if mine is None else mine + theirs
+        return
+    if theirs is None or (parameter in totals and totals[parameter].is_sparse):
+        return
+    total = totals.get(parameter)
+    if total is None:
+        like = parameter if mine is None else mine.to_dense() if mine.is_sparse else mine
+        total = totals[parameter] = torch.empty_like(like, memory_format=torch.contiguous_format)
+    part = total.view(-1)[start:stop]
+    if mine is None:
+        part.copy_(theirs)
+    else:
+        mine = mine.to_dense() if mine.is_sparse else mine
+        torch.add(mine.reshape(-1)[start:stop], theirs, out=part)
+
+
+def _copy(tree: Any) -> Any:
+    return pytree.tree_map_only(Tensor, torch.clone, tree)
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b

@@ -1,0 +1,1 @@
+"""The links: shared memory, NCCL, torch.distributed."""
