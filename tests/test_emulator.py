@@ -211,7 +211,9 @@ os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 def test_the_libraries_have_the_real_names_and_every_function_that_the_product_opens(emulator: Emulator) -> None:
     names = {
-        kind: set(re.findall(r"^ *X\(\w+, (\w+),", (ROOT / "csrc" / "link" / "nccl" / f"{kind}_abi.hpp").read_text(), re.M))
+        kind: set(
+            re.findall(r"^ *X\(\w+, (\w+),", (ROOT / "csrc" / "link" / "nccl" / f"{kind}_abi.hpp").read_text(), re.M)
+        )
         for kind in ("cuda", "nccl")
     }
     assert "cuEventRecord" in names["cuda"]

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 import pypipe
-from pypipe.runtime.transport.wrapped_tensors import copy_of
+from pypipe.runtime.tensor_memory import copy_of
 
 CPU = torch.device("cpu")
 WIDTH, LENGTH = 8, 4

@@ -27,7 +27,7 @@ from pypipe.runtime.autograd.engine import gradient_edge, run_backward
 from pypipe.runtime.autograd.saved_tensors import drop_saved, drop_weights
 from pypipe.runtime.autograd.split_graph import AccumulateGrad, Node, walk
 from pypipe.runtime.autograd.split_plan import SplitPlan, SplitPlans
-from pypipe.runtime.transport.wrapped_tensors import copy_of, memory_parts
+from pypipe.runtime.tensor_memory import copy_of, memory_parts
 
 __all__ = ["SplitBackward", "WeightWork"]
 

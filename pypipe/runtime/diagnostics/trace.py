@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from pypipe.errors import InputError, PipelineError, PipelineTimeout
 from pypipe.program import Action, Bubble, Event, Program, RankTimes, Timeline, merge_ranks, predict, split_bubble
 from pypipe.program.drawing import Panel, chrome_trace, html, svg, terminal
-from pypipe.runtime.diagnostics.device_clock import clock_for
 from pypipe.runtime.rendezvous.world import World, host_identity
-from pypipe.runtime.step.executor import Executor
-from pypipe.runtime.transport.connection import Connection
 
 __all__ = ["Trace"]
 
@@ -57,19 +52,21 @@ class Trace:
         self._timelines: list[Timeline] | None = None
         self._done = False
 
-    def run(self, executor: Executor, connection: Connection, device: torch.device) -> None:
-        """Called by the pipeline in place of executor.run(): runs a step, and notes what this rank does in it."""
-        clock = clock_for(device)
-        connection.recorder.start_trace(len(executor.actions))
-        executor.run(clock)
-        deeds = connection.recorder.stop_trace()
-        if clock is None:
-            times = {deed.action: (deed.ready or deed.start, deed.end) for deed in deeds}
-        else:
-            times = clock.times(executor.actions)
-        program = executor.program.without_transfers()
-        self._key = f"{connection.prefix}/trace/{self._number}"
-        self._programs.append(program)
+    @property
+    def number(self) -> int:
+        """Which of the pipeline's traces this is."""
+        return self._number
+
+    def add(self, key: str, program: Program, times: Mapping[Action, tuple[int, int]]) -> None:
+        """Notes what this rank did in a step.
+
+        Args:
+            key: where in the store the ranks' parts of this trace are.
+            program: what ran; its transfers are left out.
+            times: start and end of each action, in nanoseconds.
+        """
+        self._key = key
+        self._programs.append(program := program.without_transfers())
         self._mine.append(
             [
                 Event(action, times[action][0] / _MICROSECOND, times[action][1] / _MICROSECOND)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from pypipe.errors import ConfigurationError
 from pypipe.program import Program
+from pypipe.runtime.rendezvous.equal_parameters import compare_parameters
 from pypipe.runtime.rendezvous.meeting import Card
-from pypipe.runtime.step.copies import compare_copies
 
 __all__ = ["comparison", "held_stages", "pieces"]
 
@@ -72,7 +72,7 @@ def comparison(program: Program | None, misfit: str | None) -> Callable[[Sequenc
         _require_equal(cards, ["program"])  # last: it follows from the others
         _require_placed(cards, program)
         if len(program.chains) > 1:
-            compare_copies(
+            compare_parameters(
                 [
                     (rank, piece, copy)
                     for rank, card in enumerate(cards)

@@ -18,15 +18,17 @@ from pypipe.runtime.batch.batch import Batch, ChunkSpecs
 from pypipe.runtime.batch.merging import merge
 from pypipe.runtime.data_parallel.wrappers import Wrapper, find_wrappers
 from pypipe.runtime.diagnostics import failure
+from pypipe.runtime.diagnostics.device_clock import clock_for
 from pypipe.runtime.diagnostics.recorder import Recorder
 from pypipe.runtime.diagnostics.trace import Trace
 from pypipe.runtime.rendezvous import agreement
+from pypipe.runtime.rendezvous.equal_parameters import describe_parameters
 from pypipe.runtime.rendezvous.meeting import Card, refuse
 from pypipe.runtime.rendezvous.state_names import NameClash, find_clash, sketch
 from pypipe.runtime.rendezvous.world import World
-from pypipe.runtime.step.copies import Copies, copy_channels, describe_copy
 from pypipe.runtime.step.executor import Executor
 from pypipe.runtime.step.fitting import Fitted
+from pypipe.runtime.step.model_copies import ModelCopies, copy_channels
 from pypipe.runtime.step.refused import refused_module, refused_now
 from pypipe.runtime.step.stage_execution import StageExecution
 from pypipe.runtime.transport.channels import ReceiveChannel, SendChannel
@@ -102,7 +104,7 @@ class _Running:
     fitted: Fitted  # with what stages do together with their replicas
     stages: dict[int, StageExecution]  # by their number in the program
     wrapped: list[list[int]]  # which wrappers each of this rank's modules had
-    copies: Copies | None  # where there are two of the model
+    copies: ModelCopies | None  # where there are two of the model
     executors: dict[bool, Executor] = field(default_factory=dict)  # by whether they train
 
 
@@ -264,8 +266,16 @@ class Pipeline:
     def _execute(self, executor: Executor, connection: Connection) -> None:
         if self._trace is None:
             executor.run()
+            return
+        clock = clock_for(self._settings.device)
+        connection.recorder.start_trace(len(executor.actions))
+        executor.run(clock)
+        deeds = connection.recorder.stop_trace()
+        if clock is None:
+            times = {deed.action: (deed.ready or deed.start, deed.end) for deed in deeds}
         else:
-            self._trace.run(executor, connection, self._settings.device)
+            times = clock.times(executor.actions)
+        self._trace.add(f"{connection.prefix}/trace/{self._trace.number}", executor.program, times)
 
     def _results(self, running: _Running, call: Call, rows: int) -> Any:
         if not self._holds_last:
@@ -408,7 +418,7 @@ class Pipeline:
             "data_parallel": [[bool(found), any(each.shards for each in found)] for found in wrappers],
         }
         if program is not None and len(program.chains) > 1:
-            card["copies"] = [describe_copy(module) for _, module in settings.pieces]
+            card["copies"] = [describe_parameters(module) for _, module in settings.pieces]
         links = {channel: program.link_of(channel) for channel in slots} if program is not None else {}
         connection = Connection(
             settings.world,
@@ -457,7 +467,7 @@ class Pipeline:
         copies = None
         if len(program.chains) > 1:
             modules = {stage: settings.pieces[position][1] for stage, position in held.items()}
-            copies = Copies(program, rank, modules, connection.senders, connection.receivers)
+            copies = ModelCopies(program, rank, modules, connection.senders, connection.receivers)
         wrapped = [[wrapper.identity() for wrapper in found] for found in wrappers]
         running = _Running(connection, fitted, stages, wrapped, copies)
         running.executors[False] = Executor(forward_only.program, rank, stages, connection.recorder, connection.issue)

@@ -24,10 +24,11 @@ from pypipe.runtime.batch.structure import map_tensors
 from pypipe.runtime.data_parallel.wrappers import Wrapper
 from pypipe.runtime.diagnostics.checks import require_finite
 from pypipe.runtime.step.losses import Losses
+from pypipe.runtime.tensor_memory import copy_of
 from pypipe.runtime.transport.channels import ReceiveChannel, Received, SendChannel
+from pypipe.runtime.transport.distributed_tensors import Meshes
 from pypipe.runtime.transport.gradient_leases import GradientLoans, Loan
 from pypipe.runtime.transport.local import Handed, LocalChannel
-from pypipe.runtime.transport.wrapped_tensors import Meshes, copy_of
 
 __all__ = ["StageExecution"]
 

@@ -18,9 +18,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from pypipe import _core
 from pypipe.errors import MismatchError
 from pypipe.runtime.diagnostics.checks import checksums, compare_checksums
+from pypipe.runtime.tensor_memory import memory_parts
 from pypipe.runtime.transport import trees
 from pypipe.runtime.transport.arrivals import Arrivals, IncomingLayout
-from pypipe.runtime.transport.wrapped_tensors import Meshes, memory_parts
+from pypipe.runtime.transport.distributed_tensors import Meshes
 
 __all__ = ["ReceiveChannel", "ReceivePort", "Received", "SendChannel", "SendPort", "is_shared"]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from pypipe.errors import PipelineError
+from pypipe.runtime.tensor_memory import memory_parts
 from pypipe.runtime.transport.channels import ReceiveChannel, Received, is_shared
 from pypipe.runtime.transport.local import Handed, LocalChannel
-from pypipe.runtime.transport.wrapped_tensors import memory_parts
 
 __all__ = ["GradientLoans", "Loan"]
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from pypipe.runtime.autograd.engine import enter
+from pypipe.runtime.tensor_memory import memory_parts
 from pypipe.runtime.transport import trees
 from pypipe.runtime.transport.channels import Received
-from pypipe.runtime.transport.wrapped_tensors import Meshes, memory_parts
+from pypipe.runtime.transport.distributed_tensors import Meshes
 
 __all__ = ["Handed", "LocalChannel"]
 

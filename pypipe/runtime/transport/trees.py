@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from pypipe.errors import LayoutError, MismatchError
-from pypipe.runtime.transport.wrapped_tensors import Meshes, is_distributed, settled, to_distributed, to_plain
+from pypipe.runtime.tensor_memory import settled
+from pypipe.runtime.transport.distributed_tensors import Meshes, is_distributed, to_distributed, to_plain
 
 __all__ = ["Description", "TensorSpec", "decode", "describe", "encode", "rebuild", "tensor_specs"]
 

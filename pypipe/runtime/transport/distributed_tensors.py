@@ -1,4 +1,4 @@
-"""Tensors that wrap other tensors: a DTensor's local part, a collective's result that is still on its way.
+"""DTensors in messages.
 
 A message carries plain memory. So a DTensor crosses a boundary as its local part, with what makes a DTensor of it at
 the other end: its placements, its whole shape, and the names of its mesh's dimensions, for each stage has a mesh of its
@@ -15,62 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from pypipe.errors import LayoutError, MismatchError
+from pypipe.runtime.tensor_memory import settled
 
-__all__ = ["Meshes", "copy_of", "is_distributed", "memory_parts", "settled", "to_distributed", "to_plain"]
+__all__ = ["Meshes", "is_distributed", "to_distributed", "to_plain"]
 
 Placement = tuple[Any, ...]
 Distribution = tuple[Any, ...]
 """What makes a DTensor of its local part: mesh dimension names or None, mesh shape, placements, shape, strides."""
-
-
-def memory_parts(tensor: Tensor) -> Sequence[Tensor]:
-    """The plain, strided tensors in whose memory a tensor's values lie; none for another layout."""
-    if type(tensor) is Tensor or not hasattr(tensor, "__tensor_flatten__"):
-        return (tensor,) if tensor.layout is torch.strided else ()
-    names, _ = tensor.__tensor_flatten__()
-    held = [getattr(tensor, name) for name in names]  # a DTensor's mesh is among them
-    return [part for each in held if isinstance(each, Tensor) for part in memory_parts(each)]
-
-
-def copy_of(tensor: Tensor) -> Tensor:
-    """A copy in memory of its own, without a graph.
-
-    Of a DTensor its local part is copied: to clone one that is a partial sum is a collective, in which the other ranks
-    of its mesh need not take part, since memory is each rank's own affair.
-    """
-    tensor = settled(tensor.detach())
-    if type(tensor) is Tensor or not hasattr(tensor, "__tensor_flatten__"):
-        return tensor.clone()
-    kind: Any = type(tensor)
-    names, rest = tensor.__tensor_flatten__()
-    held = {name: getattr(tensor, name) for name in names}
-    copied = {name: copy_of(each) if isinstance(each, Tensor) else each for name, each in held.items()}
-    made: Tensor = kind.__tensor_unflatten__(copied, rest, tensor.shape, tensor.stride())
-    return made.detach()
-
-
-def settled(tensor: Tensor) -> Tensor:
-    """A tensor without a collective that is still on its way: it is waited for. Otherwise the tensor itself."""
-    collectives = sys.modules.get("torch.distributed._functional_collectives")
-    if collectives is None or not isinstance(tensor, collectives.AsyncCollectiveTensor):
-        return tensor
-    if not (tensor.requires_grad and torch.is_grad_enabled()):
-        waited: Tensor = tensor.trigger_wait()
-        return waited
-    made: Any = _Settled
-    result: Tensor = made.apply(tensor)
-    return result
-
-
-class _Settled(torch.autograd.Function):
-    @staticmethod
-    def forward(_ctx: Any, tensor: Any) -> Tensor:
-        waited: Tensor = tensor.trigger_wait()
-        return waited.detach()  # an object of its own, since this one gets a graph
-
-    @staticmethod
-    def backward(_ctx: Any, *gradients: Any) -> Any:
-        return gradients[0]
 
 
 def is_distributed(tensor: Tensor) -> bool:

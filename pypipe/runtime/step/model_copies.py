@@ -7,7 +7,6 @@ losses and outputs. It goes over links of its own, one for each pair of ranks an
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pypipe.errors import ConfigurationError, InputError
+from pypipe.errors import InputError
 from pypipe.program import Channel, Kind, Program
 from pypipe.runtime.transport.channels import ReceiveChannel, SendChannel
 
-__all__ = ["Copies", "compare_copies", "copy_channels", "describe_copy"]
+__all__ = ["ModelCopies", "copy_channels"]
 
 # One message's worth of gradients: large enough for bandwidth, and little memory for slots.
 _BUCKET_BYTES = 8 << 20
@@ -36,40 +35,7 @@ def copy_channels(program: Program) -> list[Channel]:
     return [Channel(Kind.W, *pair) for a, b in apart for pair in ((a, b), (b, a))]
 
 
-def describe_copy(module: nn.Module) -> list[Any]:
-    """What must be the same of two copies before the first step, as JSON values: which parameters, and their sums."""
-    named = [(name, list(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
-    total = size = 0.0
-    for parameter in module.parameters():
-        values = parameter.detach()
-        values = (torch.view_as_real(values.resolve_conj()) if values.is_complex() else values).double()
-        total += float(values.sum())
-        size += float(values.abs().sum())
-    return [hashlib.sha256(repr(named).encode()).hexdigest(), total, size]
-
-
-def compare_copies(described: Sequence[tuple[int, int, list[Any]]]) -> None:
-    """Compares all (rank, piece, describe_copy()) of a pipeline.
-
-    Raises:
-        ConfigurationError: two copies of a piece are not the same.
-    """
-    first: dict[int, tuple[int, list[Any]]] = {}
-    for rank, piece, (names, total, size) in described:
-        other, (their_names, their_total, their_size) = first.setdefault(piece, (rank, [names, total, size]))
-        if names != their_names:
-            raise ConfigurationError(
-                f"the two copies of stage {piece}, on ranks {other} and {rank}, have different parameters: build both "
-                "from the same module, with the same ones frozen"
-            )
-        if abs(total - their_total) + abs(size - their_size) > 1e-6 * (size + their_size):
-            raise ConfigurationError(
-                f"the two copies of stage {piece}, on ranks {other} and {rank}, begin with different values of their "
-                "parameters: load the same state_dict() into both, or build both from the same random seed"
-            )
-
-
-class Copies:
+class ModelCopies:
     """One rank's part of it.
 
     Args:
