@@ -36,6 +36,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent / "tests"
 sys.path[:0] = [str(TESTS / "helpers"), str(HERE)]
+import search_path  # noqa: E402, F401 - with it the other helpers are found
 
 LIMITS = {"correct": 90, "two": 80, "sanitizer": 100, "speed": 60, "several": 40, "hidden": 40, "c10d": 60}
 SIZES = [8, 4096, 65536, 1 << 20, 16 << 20, 256 << 20]
@@ -188,7 +189,7 @@ def _sanitizer() -> dict[str, Any]:
         return {"skipped": "there is no compute-sanitizer on the path" if tool is None else "not on the emulator"}
     program = (
         f"import sys; sys.path[:0] = [{str(TESTS / 'helpers')!r}]\n"
-        "import torch, self_loop\n"
+        "import search_path, torch, self_loop\n"
         "sys.exit(bool(self_loop.train(torch.device('cuda', 0), 'mlp', 2, 2, 4, 1)))"
     )
     done = subprocess.run(

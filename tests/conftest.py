@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# `python -m pytest` puts the clone's root first on the path, where pypipe has no core: tests take the installed one.
-_ROOT = Path(__file__).resolve().parents[1]
-sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _ROOT]
+sys.path.insert(0, str(Path(__file__).parent / "helpers"))
+import search_path  # noqa: F401 - with it the other helpers are found
 
 # A shell that runs the tests in the background has them ignore Ctrl-C, and their children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -30,9 +29,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     turns = {f"test_{name}.py": turn for turn, name in enumerate(_LONG)}
     items.sort(key=lambda item: turns.get(item.path.name, len(turns)))
 
-
-# Rank processes import what they run by module name, so the helpers' folder is on the path of all of them.
-sys.path[:0] = [str(Path(__file__).parent / "helpers"), str(Path(__file__).parent / "emulator")]
 
 import cuda_emulator  # noqa: E402
 from rank_pool import RankPool  # noqa: E402

@@ -1,6 +1,6 @@
 // Asserts, at compile time, that csrc/link's declarations of CUDA and NCCL agree with the real headers.
 //
-// tests/test_abi.py compiles it against the packages of the test extra. By hand, against another release:
+// tests/core/test_abi.py compiles it against the packages of the test extra. By hand, against another release:
 //   g++ -std=c++20 -fsyntax-only -Wall -Wextra -Icsrc -isystem <with nccl.h> -isystem <with cuda.h>
 //   tests/abi/abi.cpp
 

@@ -1,16 +1,10 @@
-"""What only a GPU can show. tests/test_nccl.py runs the same on the emulator, benchmarks/gpu_check.sh all of it."""
+"""What only a GPU can show. test_nccl.py runs the same on the emulator, benchmarks/gpu_check.sh all of it."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
-
 import self_loop
+import torch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
 

@@ -17,8 +17,9 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
+
+from search_path import ROOT
 
 
 @dataclasses.dataclass
@@ -40,7 +41,7 @@ def _portable(error: BaseException) -> BaseException:
 def _serve(rank: int, size: int, folder: str, environment: dict[str, str], pipe: Connection) -> None:
     os.environ.update(environment)
     # Functions of test modules arrive as `tests.test_...`. Last on the path: pypipe is the installed one.
-    sys.path.append(str(Path(__file__).resolve().parents[2]))
+    sys.path.append(str(ROOT))
     import torch
     import torch.distributed as dist
 

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from search_path import ROOT
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = ROOT / "docs"
 SNIPPETS = [
     (page.name, int(ranks), text)
     for page in sorted(DOCS.glob("*.md"))

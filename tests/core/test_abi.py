@@ -11,8 +11,8 @@ from importlib.metadata import PackageNotFoundError, files, version
 from pathlib import Path
 
 import pytest
+from search_path import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 COMPILER = next(
     (found for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++") if name and (found := shutil.which(name))),
     None,

@@ -1,7 +1,7 @@
 """Faults of every kind, at any action of any rank, for every schedule and link: who raises what, and what comes after.
 
-`python tests/faults.py` runs more of them. PYPIPE_FAULTS sets how many cases each link gets here, PYPIPE_FAULTS_FIRST
-the first seed.
+`python tests/failures/faults.py` runs more of them. PYPIPE_FAULTS sets how many cases each link gets here,
+PYPIPE_FAULTS_FIRST the first seed.
 """
 
 from __future__ import annotations

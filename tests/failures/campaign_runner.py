@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import campaign
+import cuda_emulator
 from campaign_cases import Case, draw
 from campaign_judge import judge
 from rank_pool import Raised, RankPool
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "emulator"))
-
-import cuda_emulator
 
 _AT_ONCE = 40
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import when_it_fails
+from search_path import ROOT
 
-README = Path(__file__).parents[1] / "README.md"
+README = ROOT / "README.md"
 
 
 def _snippets(kind: str) -> list[str]:

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[1]
+from search_path import ROOT
 
 
 class Variant(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copies_cases
+import model_copies_cases
 import pytest
 from rank_pool import RankPool
 
@@ -12,7 +12,7 @@ from rank_pool import RankPool
 def test_both_copies_get_the_gradient_of_the_whole_batch(
     ranks: RankPool, name: str, size: int, n_microbatches: int
 ) -> None:
-    found = [text for texts in ranks.run(size, copies_cases.train, name, n_microbatches) for text in texts]
+    found = [text for texts in ranks.run(size, model_copies_cases.train, name, n_microbatches) for text in texts]
     assert not found, "\n".join(found)
 
 
@@ -26,7 +26,7 @@ def test_both_copies_get_the_gradient_of_the_whole_batch(
     ],
 )
 def test_copies_that_are_none_are_refused_on_every_rank(ranks: RankPool, case: str, words: list[str]) -> None:
-    for raised in ranks.run(2, copies_cases.refused, case):
+    for raised in ranks.run(2, model_copies_cases.refused, case):
         assert raised.startswith(("ConfigurationError", "InputError", "RemoteStageError")), raised
         for word in words:
             assert word in raised, raised

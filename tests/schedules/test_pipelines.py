@@ -14,6 +14,7 @@ from pathlib import Path
 import pipeline_cases as cases
 import pytest
 from rank_pool import Raised, RankPool
+from search_path import PYTHONPATH
 
 SCRIPT = str(Path(cases.__file__))
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -139,8 +140,7 @@ def test_an_environment_that_makes_no_sense_is_an_error_of_pypipe(
 
 def _environment(**variables: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-    folder = str(Path(SCRIPT).parent)
-    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": folder, **variables}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH, **variables}
 
 
 def test_ranks_come_from_the_environment_without_a_process_group() -> None:

@@ -20,6 +20,7 @@ import c10d_failures
 import c10d_hosts
 import pytest
 from rank_pool import Raised, RankPool
+from search_path import PYTHONPATH
 
 
 @pytest.fixture(autouse=True)
@@ -88,8 +89,7 @@ def _run_script(script: str, size: int, *arguments: str) -> list[tuple[int, str,
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
                 "PYPIPE_LINK": "c10d",
-                # No empty entry, which would be the clone, whose pypipe has no core.
-                "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(script).parent), os.environ.get("PYTHONPATH")])),
+                "PYTHONPATH": PYTHONPATH,
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -257,7 +257,7 @@ def _run_in(
             "MASTER_PORT": "29533",
             "GLOO_SOCKET_IFNAME": "veth0",
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(Path(c10d_hosts.__file__).parent),
+            "PYTHONPATH": PYTHONPATH,
         }
         script = [sys.executable, c10d_hosts.__file__, argument]
         if hosts is not None:

@@ -1,6 +1,6 @@
-"""The fault campaign by hand: `python tests/faults.py --cases 5000`; see helpers/campaign.py for what a case is.
+"""The fault campaign by hand: `python tests/failures/faults.py --cases 5000`; campaign.py says what a case is.
 
-The cases are those of tests/test_campaign.py and more. It tells what it has done after every hundred cases of a link,
+The cases are those of test_campaign.py and more. It tells what it has done after every hundred cases of a link,
 with the seed to go on from (`--first`), and ends with a summary; exit code 1 when something was wrong.
 """
 
@@ -12,12 +12,12 @@ import time
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent / "helpers"))
-# `python tests/faults.py` is fine, but the clone's own pypipe has no core.
-sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parents[1]]
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+import search_path  # noqa: F401 - with it the other helpers are found
 
-import campaign_cases  # noqa: E402
-import campaign_runner  # noqa: E402
+# isort: split
+import campaign_cases
+import campaign_runner
 
 CHUNK = 100
 

@@ -1,7 +1,7 @@
-"""What a user sees when something breaks: `python tests/helpers/when_it_fails.py` writes it into the README.
+"""What a user sees when something breaks: `python tests/docs/when_it_fails.py` writes it into the README.
 
 Two ranks train, and rank 1 raises, gets stuck or is killed in its second forward; what rank 0 then says goes into the
-block of the README that is marked so. tests/test_readme.py looks whether the README is up to date.
+block of the README that is marked so. test_readme.py looks whether the README is up to date.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Trains for a long time while everything changes: `python tests/soak.py --minutes 20`.
+"""Trains for a long time while everything changes: `python tests/failures/soak.py --minutes 20`.
 
 Schedules are swapped, batches change their length, errors of every kind are injected and recovered from; gradients are
 compared with the unpipelined model's. At the end memory, descriptors and threads must be what they were after the first
@@ -15,15 +15,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent / "helpers"))
-# `python tests/soak.py` is fine, but the clone's own pypipe has no core.
-sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parents[1]]
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+import search_path  # noqa: F401 - with it the other helpers are found
 
-import campaign  # noqa: E402
-from campaign_cases import WIDTH, Case, draw  # noqa: E402
-from campaign_faults import PATIENCE, linked  # noqa: E402
-from campaign_judge import judge  # noqa: E402
-from rank_pool import RankPool  # noqa: E402
+# isort: split
+import campaign
+from campaign_cases import WIDTH, Case, draw
+from campaign_faults import PATIENCE, linked
+from campaign_judge import judge
+from rank_pool import RankPool
 
 SIZE = 4
 CHUNK = 25

@@ -5,11 +5,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import sys
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import cuda_emulator
 import self_loop
 import torch
 import transparency
@@ -20,10 +19,6 @@ from torch import nn
 import pypipe
 from pypipe.runtime.transport.channels import Tag
 from pypipe.runtime.transport.links import registry
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "emulator"))
-
-import cuda_emulator
 
 
 @functools.cache

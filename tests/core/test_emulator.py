@@ -12,14 +12,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent / "emulator"))
-
 import cuda_emulator
+import pytest
 from cuda_emulator import Emulator
+from search_path import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 pytestmark = [
     pytest.mark.skipif(
         not cuda_emulator.has_compiler(),

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 from compositions import COMPOSITIONS, run_all
 from rank_pool import RankPool
+from search_path import ROOT
 
-PAGE = Path(__file__).parents[1] / "docs" / "compositions.md"
+PAGE = ROOT / "docs" / "compositions.md"
 ROWS = re.findall(r"^\| (?!composition|---)(.+?) \| (.+?) \| .*\|$", PAGE.read_text(), re.MULTILINE)
 
+_DATA_PARALLEL = "runtime/data_parallel/test_data_parallel.py"
+_TENSOR_PARALLEL = "runtime/transport/test_tensor_parallel.py"
 _REPLICAS = "test_replicated_stages_have_the_gradients_of_one_model"
 _TENSORS = "test_tensor_parallel_stages_have_the_gradients_of_the_whole_model"
 
 # Rows whose cases are in tests of their own: the file, the test, and what the case is called there.
 ELSEWHERE = {
-    "`DistributedDataParallel`": ("test_data_parallel.py", _REPLICAS, "ddp"),
-    "`replicate`": ("test_data_parallel.py", _REPLICAS, "replicate"),
-    "`fully_shard` of a whole stage": ("test_data_parallel.py", _REPLICAS, "fsdp"),
-    "`fully_shard`, nested": ("test_data_parallel.py", _REPLICAS, "fsdp_nested"),
-    "`fully_shard` on a mesh of two dimensions (HSDP)": ("test_data_parallel.py", "test_hybrid_sharding", "hsdp"),
-    "`parallelize_module`": ("test_tensor_parallel.py", _TENSORS, "plain"),
-    "`DTensor`s at a boundary": ("test_tensor_parallel.py", _TENSORS, "partial"),
-    "`loss_parallel()` around `step()`": ("test_tensor_parallel.py", "test_a_loss_of_sharded_classes", "ScheduleZBH1"),
+    "`DistributedDataParallel`": (_DATA_PARALLEL, _REPLICAS, "ddp"),
+    "`replicate`": (_DATA_PARALLEL, _REPLICAS, "replicate"),
+    "`fully_shard` of a whole stage": (_DATA_PARALLEL, _REPLICAS, "fsdp"),
+    "`fully_shard`, nested": (_DATA_PARALLEL, _REPLICAS, "fsdp_nested"),
+    "`fully_shard` on a mesh of two dimensions (HSDP)": (_DATA_PARALLEL, "test_hybrid_sharding", "hsdp"),
+    "`parallelize_module`": (_TENSOR_PARALLEL, _TENSORS, "plain"),
+    "`DTensor`s at a boundary": (_TENSOR_PARALLEL, _TENSORS, "partial"),
+    "`loss_parallel()` around `step()`": (_TENSOR_PARALLEL, "test_a_loss_of_sharded_classes", "ScheduleZBH1"),
 }
 
 
@@ -32,7 +34,7 @@ def test_each_row_has_a_case_and_each_case_a_row() -> None:
     names = [name for name, _ in ROWS]
     assert sorted(names) == sorted([*COMPOSITIONS, *ELSEWHERE])
     for name, (file, test, case) in ELSEWHERE.items():
-        text = (Path(__file__).parent / file).read_text()
+        text = (ROOT / "tests" / file).read_text()
         assert f"def {test}(" in text, name
         assert f'"{case}"' in text, name
     for name, verdict in ROWS:
