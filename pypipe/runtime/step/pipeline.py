@@ -31,8 +31,8 @@ from pypipe.runtime.step.fitting import Fitted
 from pypipe.runtime.step.model_copies import ModelCopies, copy_channels
 from pypipe.runtime.step.refused import refused_module, refused_now
 from pypipe.runtime.step.stage_execution import StageExecution
-from pypipe.runtime.transport.channels import ReceiveChannel, SendChannel
-from pypipe.runtime.transport.connection import Connection
+from pypipe.runtime.transport.channel import ReceiveChannel, SendChannel
+from pypipe.runtime.transport.connection import Connection, connect
 from pypipe.runtime.transport.local import LocalChannel
 
 __all__ = ["Call", "Pipeline", "Settings"]
@@ -420,7 +420,7 @@ class Pipeline:
         if program is not None and len(program.chains) > 1:
             card["copies"] = [describe_parameters(module) for _, module in settings.pieces]
         links = {channel: program.link_of(channel) for channel in slots} if program is not None else {}
-        connection = Connection(
+        connection = connect(
             settings.world,
             settings.device,
             links,
@@ -428,7 +428,7 @@ class Pipeline:
             card,
             agreement.comparison(program, settings.fitted.misfit),
             settings.timeout,
-            "checksum" in settings.checks,
+            checksum="checksum" in settings.checks,
         )
         assert program is not None  # the comparison has seen to it
         fitted = _with_stage_actions(settings.fitted, program, connection.cards)
