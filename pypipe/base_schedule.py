@@ -20,7 +20,8 @@ from pypipe.runtime.rendezvous.liveness import declare
 from pypipe.runtime.rendezvous.meeting import refuse
 from pypipe.runtime.rendezvous.world import World, find_world
 from pypipe.runtime.step.fitting import Fitted, fit
-from pypipe.runtime.step.pipeline import Call, Pipeline, Settings
+from pypipe.runtime.step.pipeline import Pipeline
+from pypipe.runtime.step.settings import Call, Settings
 from pypipe.runtime.transport.links.nccl import max_ctas, single_communicator
 from pypipe.runtime.transport.links.registry import CHOICES
 from pypipe.stage import PipelineStage

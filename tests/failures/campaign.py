@@ -139,14 +139,14 @@ class Trial:
         index = places[int(self.case.place * len(places))]
         action = executor.actions[index]
         self.seen.at = str(action)
-        code, call, microbatch = executor._plan[index]
+        code, call, microbatch = executor._calls[index]
         strike = campaign_faults.make(self.case, schedule, stages[action.stage], action)
 
         def faulty(number: int) -> None:
             strike()
             call(number)
 
-        executor._plan[index] = (code, faulty, microbatch)
+        executor._calls[index] = (code, faulty, microbatch)
 
 
 @functools.cache
