@@ -34,6 +34,7 @@ class Executor:
     ) -> None:
         self.program = program
         self._record = recorder.core
+        self._by_number = stages
         self._stages = tuple(stages.values())
         for each in self._stages:
             each.on_ready = recorder.core.ready
@@ -59,6 +60,19 @@ class Executor:
         if early:
             words += f", and of {early} more those gradients that are computed in action I"
         return words + (", and perhaps a part of the one that failed" if unsure else "")
+
+    def take_part(self, reason: str, *, training: bool, has_begun: bool) -> None:
+        """After a step that failed: does what this rank's replicas in other pipelines wait for, in the program's order.
+
+        Args:
+            reason: why it has failed, in one line.
+            training: whether it was one of step().
+            has_begun: whether run() was called.
+        """
+        for stage in self._stages:
+            stage.begin_replicas(training=training)
+        for action in self.actions[self._position if has_begun else 0 :]:
+            self._by_number[action.stage].take_part(action.kind, reason)
 
     def run(self, clock: DeviceClock | None = None) -> None:
         """Runs every action, in order.

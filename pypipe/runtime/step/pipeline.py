@@ -184,9 +184,16 @@ class Pipeline:
         left = [text for stage in running.stages.values() for text in stage.abandon()] if self._has_begun else []
         executor = running.executors[call.training] if self._has_begun else None
         try:
-            return self._fail(error, call, running.connection, executor, left)
+            public = self._fail(error, call, running.connection, executor, left)
         except KeyboardInterrupt:  # while the end of another rank's step was being told
             raise KeyboardInterrupt from None
+        if isinstance(error, Exception):  # else the process is about to end
+            reason = f"{type(public).__name__}: {str(public).partition(chr(10))[0][:300]}"
+            try:
+                running.executors[call.training].take_part(reason, training=call.training, has_begun=self._has_begun)
+            except Exception as broken:
+                public.add_note(f"pypipe: the other replicas may wait for this one, since their group fails: {broken}")
+        return public
 
     def _execute(self, executor: Executor, connection: Connection) -> None:
         if self._trace is None:

@@ -138,6 +138,7 @@ class StageExecution:
 
     def reset(self) -> None:
         """Forgets everything of a step, also of one that failed."""
+        self._replicas_began = False
         for wrapper in self._wrappers:
             wrapper.end()
         self._deferred_hooks.give_back()
@@ -164,8 +165,7 @@ class StageExecution:
         self._loss_kwargs: dict[str, Any] = loss_kwargs or {}
         if training:
             self._deferred_hooks.begin(self._module)
-        for wrapper in self._wrappers:
-            wrapper.begin(training=training)
+        self.begin_replicas(training=training)
         self.busy_seconds = 0.0
         channels = [self._receive_forward, self._send_forward]
         channels += [self._receive_backward, self._send_backward] if training else []
@@ -174,6 +174,13 @@ class StageExecution:
                 channel.begin(training=training)
         if training and (self._receive_forward is not None or self._gradients is not None):
             self._new_gradients.begin(batch.leaves)
+
+    def begin_replicas(self, *, training: bool) -> None:
+        """Has the wrappers begin a step, unless they have."""
+        if not self._replicas_began:
+            self._replicas_began = True
+            for wrapper in self._wrappers:
+                wrapper.begin(training=training)
 
     def unshard(self, _: int) -> None:
         """UNSHARD: gathers the stage's sharded parameters."""
@@ -189,6 +196,24 @@ class StageExecution:
         """RESHARD: frees what UNSHARD has gathered."""
         for wrapper in self._wrappers:
             wrapper.reshard()
+
+    def take_part(self, kind: Kind, reason: str) -> None:
+        """In place of an action, after a step that failed: does what the stage's replicas wait for.
+
+        Args:
+            kind: the action's.
+            reason: why the step has failed, in one line.
+        """
+        for wrapper in self._wrappers:
+            match kind:
+                case Kind.F:
+                    wrapper.forward_failed()
+                case Kind.UNSHARD:
+                    wrapper.unshard()
+                case Kind.REDUCE_GRAD:
+                    wrapper.reduce_failed(reason)
+                case Kind.RESHARD:
+                    wrapper.reshard()
 
     def abandon(self) -> list[str]:
         """After a step that failed; returns what has become of gradients that replicas were to share, in words."""
