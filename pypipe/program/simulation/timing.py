@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pypipe.program.actions import Action, Kind
-from pypipe.program.errors import stuck
 from pypipe.program.programs import Program
 from pypipe.program.simulation.costs import Costs
+from pypipe.program.walk import Policy, walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,60 +31,97 @@ def timed_lists(program: Program) -> list[Sequence[Action]]:
     return list(program.without_transfers().ranks) if program.has_transfers else list(program.ranks)
 
 
-def run(program: Program, costs: Costs, busy_links: bool = False) -> Times:
+def run(
+    program: Program,
+    costs: Costs,
+    busy_links: bool = False,
+    durations: Sequence[Sequence[float]] | None = None,
+) -> Times:
     """Run a program in simulated time: `simulate` without its checks.
 
     Args:
         program: known to be complete; transfers are skipped.
         costs: of its stages.
         busy_links: whether a link carries one message at a time.
+        durations: for each rank, how long each of its actions but the transfers takes, instead of `costs.compute`.
 
     Raises:
         ProgramError: its ranks wait for each other for ever.
     """
-    lists = timed_lists(program)
-    rows = _rows(program, costs)
-    # For each result, when it was made, and when it is there where it is needed; -1 before.
-    made = [-1.0] * (2 * program.n_stages * program.n_microbatches)
-    there = made.copy()
-    leaves = [0.0] * (2 * program.n_ranks**2 if busy_links else 0)  # when each link is free again
-    waiting: dict[int, int] = {}
-    starts: list[list[float]] = [[] for _ in lists]
-    ends: list[list[float]] = [[] for _ in lists]
-    exposed = [0.0] * len(lists)
-    runnable = list(range(len(lists)))
-    while runnable:
-        rank = runnable.pop()
-        actions, begun, done = lists[rank], starts[rank], ends[rank]
-        clock = done[-1] if done else 0.0
-        for position in range(len(done), len(actions)):
-            action = actions[position]
-            duration, needed, result, latency, occupancy, link = rows[action.kind][action.stage]
+    timing = _Timing(program.without_transfers() if program.has_transfers else program, costs, busy_links, durations)
+    walk(timing.program, timing)
+    return Times(timing.starts, timing.ends, tuple(timing.exposed))
+
+
+class _Timing(Policy):
+    """A run in simulated time; a rank's own clock goes on until it waits, so ranks' clocks differ.
+
+    Args:
+        program: without transfers.
+        costs: of its stages.
+        busy_links: whether a link carries one message at a time.
+        durations: for each rank, those of its actions, or None for those of `costs`.
+    """
+
+    def __init__(
+        self, program: Program, costs: Costs, busy_links: bool, durations: Sequence[Sequence[float]] | None
+    ) -> None:
+        super().__init__()
+        self.program = program
+        self.starts: list[list[float]] = [[] for _ in program.ranks]
+        self.ends: list[list[float]] = [[] for _ in program.ranks]
+        self.exposed = [0.0] * program.n_ranks
+        self._rows, self._durations = _rows(program, costs), durations
+        # For each result, when it was made, and when it is there where it is needed; -1 before.
+        self._made = [-1.0] * (2 * program.n_stages * program.n_microbatches)
+        self._there = self._made.copy()
+        # When each link is free again.
+        self._leaves = [0.0] * (2 * program.n_ranks**2) if busy_links else None
+
+    def run(self, rank: int) -> Iterator[int]:
+        """Note when each of the rank's actions runs."""
+        rows, made, there, leaves, waiting = self._rows, self._made, self._there, self._leaves, self.waiting
+        begun, done = self.starts[rank], self.ends[rank]
+        actions = self.program.ranks[rank]
+        if self._durations is None:
+            durations: Sequence[float] = [rows[kind][stage][0] for stage, kind, _ in actions]
+        else:
+            durations = self._durations[rank]
+        clock = 0.0
+        for (stage, kind, microbatch), duration in zip(actions, durations, strict=True):
+            _, needed, result, latency, occupancy, link = rows[kind][stage]
             start = clock
             if needed >= 0:
-                needed += action.microbatch
+                needed += microbatch
                 arrival = there[needed]
+                if arrival < 0:
+                    yield needed
+                    arrival = there[needed]
                 if arrival > clock:
                     start = arrival
-                    exposed[rank] += arrival - max(clock, made[needed])
-                elif arrival < 0:
-                    waiting[needed] = rank
-                    break
+                    self.exposed[rank] += arrival - max(clock, made[needed])
             begun.append(start)
             clock = start + duration
             done.append(clock)
             if result >= 0:
-                result += action.microbatch
+                result += microbatch
                 made[result] = clock
-                if busy_links and link >= 0:
+                if leaves is not None and link >= 0:
                     leaves[link] = max(clock, leaves[link]) + occupancy
                     there[result] = leaves[link] + latency
                 else:
                     there[result] = clock + occupancy + latency
                 if result in waiting:
-                    runnable.append(waiting.pop(result))
-    _require_finished(program, lists, [len(done) for done in ends])
-    return Times(starts, ends, tuple(exposed))
+                    self.wake(result)
+
+    def reason(self, rank: int, number: int) -> tuple[int, str]:
+        """Which result a rank waits for."""
+        position = len(self.ends[rank])
+        action = self.program.ranks[rank][position]
+        channel, microbatch = divmod(number, self.program.n_microbatches)
+        what = "output" if channel < self.program.n_stages else "gradient"
+        source = channel % self.program.n_stages
+        return position, f"waits in {action} for the {what} of stage {source}, microbatch {microbatch}"
 
 
 # They need no other stage's result, and make none.
@@ -118,19 +155,3 @@ def _rows(program: Program, costs: Costs) -> dict[Kind, list[_Row]]:
         for kind in _ALONE:
             rows[kind].append((costs.compute[kind][stage], -1, -1, 0.0, 0.0, -1))
     return rows
-
-
-def _require_finished(program: Program, lists: Sequence[Sequence[Action]], reached: Sequence[int]) -> None:
-    waits = {}
-    for rank, (actions, position) in enumerate(zip(lists, reached, strict=True)):
-        if position == len(actions):
-            continue
-        action = actions[position]
-        source = program.previous_stage(action.stage) if action.kind is Kind.F else program.next_stage(action.stage)
-        what = "output" if action.kind is Kind.F else "gradient"
-        waits[rank] = (
-            position,
-            f"waits in {action} for the {what} of stage {source}, microbatch {action.microbatch}",
-        )
-    if waits:
-        raise stuck(program.without_transfers(), waits)
