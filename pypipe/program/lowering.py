@@ -10,10 +10,10 @@ from functools import partial
 
 from pypipe.errors import ConfigurationError
 from pypipe.program.actions import Action, Kind
+from pypipe.program.data_parallel import put_back
 from pypipe.program.messages import Messages
 from pypipe.program.programs import Link, Program
 from pypipe.program.single_communicator.ordering import pair_transfers
-from pypipe.program.stage_actions import put_back
 from pypipe.program.verification.lifetimes import fewest_slots
 from pypipe.program.verification.positions import find_positions
 from pypipe.program.walk import Policy, walk
@@ -39,7 +39,7 @@ def lower(program: Program, *, single_communicator: bool = False) -> Program:
 
     Where each pair of ranks has one communicator, which runs one transfer after another (the NCCL link's fallback), a
     RECV that is posted early would hold up what comes after it. There both ranks of a pair list their
-    transfers in one order, as `pairing.pair_transfers` says, and slots follow from it.
+    transfers in one order, as `ordering.pair_transfers` says, and slots follow from it.
 
     Args:
         program: without transfers.

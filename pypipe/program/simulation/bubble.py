@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from pypipe.program.actions import Action, Kind
 from pypipe.program.programs import Program
+from pypipe.program.simulation.clocks import run
 from pypipe.program.simulation.costs import costs_of
-from pypipe.program.simulation.simulate import Timeline
-from pypipe.program.simulation.timing import run
+from pypipe.program.simulation.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ def check_paired_progress(program: Program, messages: Messages) -> None:
     So the two ranks have to issue what they exchange in one order, up to what groups allow: opposite transfers that
     both ranks put in one group may stand in either order. These groups are the largest that may be. The NCCL link,
     whose hosts also wait for announcements, forms smaller ones, of programs that list everything in one order:
-    see `grouping.ends_of_groups`.
+    see `groups.ends_of_groups`.
 
     Args:
         program: lowered; each SEND has exactly one RECV, and what goes from one rank to another is sent and

@@ -28,7 +28,7 @@ from pypipe.runtime.rendezvous.state_names import NameClash, find_clash, sketch
 from pypipe.runtime.rendezvous.world import World
 from pypipe.runtime.step.executor import Executor
 from pypipe.runtime.step.fitting import Fitted
-from pypipe.runtime.step.model_copies import ModelCopies, copy_channels
+from pypipe.runtime.step.model_copies import ModelCopies
 from pypipe.runtime.step.refused import refused_module, refused_now
 from pypipe.runtime.step.stage_execution import StageExecution
 from pypipe.runtime.transport.channels import ReceiveChannel, SendChannel
@@ -403,7 +403,7 @@ class Pipeline:
 
     def _connect(self) -> _Running:
         settings, program = self._settings, self._settings.program
-        slots = self._slots()
+        slots = settings.fitted.slots
         wrappers = self._find_wrappers()
         pieces = [piece for piece, _ in settings.pieces]
         card = {
@@ -505,24 +505,6 @@ class Pipeline:
                 refuse(settings.world, text)
                 raise ConfigurationError(text)
         return wrappers
-
-    def _slots(self) -> dict[Channel, int]:
-        """For each channel of the program, how many slots it gets."""
-        slots: dict[Channel, int] = {}
-        for verified in (self._settings.fitted.forward_only, self._settings.fitted.training):
-            if verified is None:
-                continue
-            for channel, count in verified.slots.items():
-                # The verifier counts the messages that are in use at once. With one slot more, the next message
-                # arrives while they are; without, its transfer would wait for a backward and then be waited for.
-                # So 1F1B's forward channel from rank i has min(M, P - i) slots. (A gradient's slot may also be lost
-                # to somebody who keeps the gradient: one more, however few there are.)
-                microbatches = len(verified.program.microbatches_of(channel.target_stage))
-                most = microbatches if channel.kind is Kind.F else count + 1
-                slots[channel] = max(min(count + 1, most), slots.get(channel, 0))
-        if self._settings.program is not None:
-            slots.update(dict.fromkeys(copy_channels(self._settings.program), 2))
-        return slots
 
 
 def _with_stage_actions(fitted: Fitted, program: Program, cards: Sequence[Card]) -> Fitted:
