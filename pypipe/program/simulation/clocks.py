@@ -71,7 +71,7 @@ class _Timing(Policy):
         self.starts: list[list[float]] = [[] for _ in program.ranks]
         self.ends: list[list[float]] = [[] for _ in program.ranks]
         self.exposed = [0.0] * program.n_ranks
-        self._rows, self._durations = _rows(program, costs), durations
+        self._compute, self._durations, self._rows = costs.compute, durations, _rows(program, costs)
         # For each result, when it was made, and when it is there where it is needed; -1 before.
         self._made = [-1.0] * (2 * program.n_stages * program.n_microbatches)
         self._there = self._made.copy()
@@ -84,12 +84,13 @@ class _Timing(Policy):
         begun, done = self.starts[rank], self.ends[rank]
         actions = self.program.ranks[rank]
         if self._durations is None:
-            durations: Sequence[float] = [rows[kind][stage][0] for stage, kind, _ in actions]
+            compute = self._compute
+            durations: Sequence[float] = [compute[kind][stage] for stage, kind, _ in actions]
         else:
             durations = self._durations[rank]
         clock = 0.0
         for (stage, kind, microbatch), duration in zip(actions, durations, strict=True):
-            _, needed, result, latency, occupancy, link = rows[kind][stage]
+            needed, result, latency, occupancy, link = rows[kind][stage]
             start = clock
             if needed >= 0:
                 needed += microbatch
@@ -127,12 +128,12 @@ class _Timing(Policy):
 # They need no other stage's result, and make none.
 _ALONE = (Kind.W, Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD)
 
-_Row = tuple[float, int, int, float, float, int]
+_Row = tuple[int, int, float, float, int]
 
 
 def _rows(program: Program, costs: Costs) -> dict[Kind, list[_Row]]:
-    """For each kind and stage: duration, numbers of microbatch 0's result that it needs and that it makes (-1 for
-    none), and the latency, occupancy and number of the link (-1 for none) of the result that it makes."""
+    """For each kind and stage: the numbers of microbatch 0's result that it needs and that it makes (-1 for none), and
+    the latency, occupancy and number of the link (-1 for none) of the result that it makes."""
     n_stages, n_ranks, placement = program.n_stages, program.n_ranks, program.placement
     bases = range(0, n_stages * program.n_microbatches, program.n_microbatches)
     n_outputs = n_stages * program.n_microbatches
@@ -143,7 +144,7 @@ def _rows(program: Program, costs: Costs) -> dict[Kind, list[_Row]]:
         latency, occupancy, link = costs.latency[stage], costs.occupancy[stage], -1
         if after is not None and placement[after] != rank:
             link = rank * n_ranks + placement[after]
-        rows[Kind.F].append((costs.compute[Kind.F][stage], needed, bases[stage], latency, occupancy, link))
+        rows[Kind.F].append((needed, bases[stage], latency, occupancy, link))
         needed = -1 if after is None else n_outputs + bases[after]
         latency, occupancy, link = 0.0, 0.0, -1
         if before is not None and placement[before] != rank:
@@ -151,7 +152,7 @@ def _rows(program: Program, costs: Costs) -> dict[Kind, list[_Row]]:
             link = n_ranks**2 + rank * n_ranks + placement[before]
         made = n_outputs + bases[stage]
         for kind in (Kind.B, Kind.I):
-            rows[kind].append((costs.compute[kind][stage], needed, made, latency, occupancy, link))
+            rows[kind].append((needed, made, latency, occupancy, link))
         for kind in _ALONE:
-            rows[kind].append((costs.compute[kind][stage], -1, -1, 0.0, 0.0, -1))
+            rows[kind].append((-1, -1, 0.0, 0.0, -1))
     return rows
