@@ -261,7 +261,9 @@ class Schedule:
             recorder.core.set_busy("")
 
     def trace(self) -> Trace:
-        """What every rank does, when, in the steps within a `with` block; on every rank around the same steps::
+        """Records what every rank does, and when, in the steps within a `with` block.
+
+        Every rank enters the block, around the same steps::
 
             with schedule.trace() as trace:
                 schedule.step(x, target=y)

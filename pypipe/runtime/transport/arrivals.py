@@ -55,8 +55,10 @@ class Arrivals:
         self._keeps = False
 
     def begin(self, *, training: bool) -> None:
-        """Begins a step. Tensors are kept and made ahead only if they are what they would be later: no mode changes
-        them."""
+        """Begins a step.
+
+        Tensors are kept and made ahead only if they are what they would be later: no mode changes them.
+        """
         self._keeps = (
             self._can
             and training

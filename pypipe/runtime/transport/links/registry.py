@@ -38,7 +38,8 @@ class Carrier(Protocol):
     """
 
     @property
-    def holds_back(self) -> bool: ...
+    def holds_back(self) -> bool:
+        """Whether transfers go out with issue() only."""
 
     def open(self, number: int, link: Link, channels: dict[int, int], *, sends: bool) -> None:
         """Opens this rank's end of a link. `channels` gives the slots of each channel on it, by number."""
