@@ -319,21 +319,21 @@ def _looped(*sizes: int) -> tuple[Any, Callable[[], None], Callable[[], None]]:
     import self_loop
     import torch
 
-    from pypipe.runtime.transport.channels import Tag
+    from pypipe.runtime.transport.channel import Tag
 
     loop = self_loop.SelfLoop(_device())
-    sender, receiver = loop.ports(2)
+    sender, receiver = loop.channel(2)
     layout = sender.announce("{}", list(sizes), 0)
     tensors = [torch.zeros(size, dtype=torch.uint8, device=_device()) for size in sizes]
     tag = Tag(0, self_loop.FORWARD, 0, 0, 0)
 
     def start() -> None:
-        receiver.post()
-        sender.send(layout, tag, tensors)
+        receiver.post(0)
+        sender.transfer(layout, tag, tensors)
         loop.issue()
 
     def end() -> None:
-        receiver.release(receiver.receive(tag))
+        receiver.release(receiver.wait(tag))
 
     return loop, start, end
 

@@ -128,14 +128,14 @@ def _rank(rank: int, folder: str, messages: int) -> dict[str, float]:
 
     from pypipe.program import Channel, Kind, Link
     from pypipe.runtime.rendezvous.world import find_world
-    from pypipe.runtime.transport.channels import Tag
-    from pypipe.runtime.transport.connection import Connection
+    from pypipe.runtime.transport.channel import Tag
+    from pypipe.runtime.transport.connection import connect
 
     store = dist.FileStore(f"{folder}/store", 2)  # type: ignore[attr-defined]  # public, but not in __all__
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     forward, backward = Channel(Kind.F, 0, 1), Channel(Kind.B, 1, 0)
     links = {forward: Link(Kind.F, 0, 1), backward: Link(Kind.B, 1, 0)}
-    connection = Connection(
+    connection = connect(
         find_world(), torch.device("cpu"), links, {forward: BATCH, backward: 1}, {}, lambda cards: None, 600.0
     )
     there, back = Tag(0, ord("F"), 0, 1, 1), Tag(1, ord("B"), 0, 1, 1)
@@ -149,23 +149,23 @@ def _rank(rank: int, folder: str, messages: int) -> dict[str, float]:
         return result
 
     if rank == 0:
-        sender, receiver = connection.senders[forward].port, connection.receivers[backward].port
+        sender, receiver = connection.senders[forward], connection.receivers[backward]
         layout = sender.announce("{}", [BYTES], 0)
         for _ in range(messages // BATCH):
             for _ in range(BATCH):
-                timed("send", sender.send, layout, there, [tensor])
-            receiver.release(receiver.receive(back))
+                timed("send", sender.transfer, layout, there, [tensor])
+            receiver.release(receiver.wait(back))
     else:
-        sender, receiver = connection.senders[backward].port, connection.receivers[forward].port
+        sender, receiver = connection.senders[backward], connection.receivers[forward]
         layout = sender.announce("{}", [BYTES], 0)
         for _ in range(messages // BATCH):
             time.sleep(0.002)  # until all has been announced
-            timed("post", receiver.post)
+            timed("post", receiver.post, 0)
             time.sleep(0.002)  # until all has arrived
             for _ in range(BATCH):
-                message = timed("receive", receiver.receive, there)
+                message = timed("receive", receiver.wait, there)
                 timed("release", receiver.release, message)
-            sender.send(layout, back, [tensor])
+            sender.transfer(layout, back, [tensor])
     connection.close()
     dist.destroy_process_group()
     medians = {name: statistics.median(samples) for name, samples in times.items()}

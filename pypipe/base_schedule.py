@@ -15,12 +15,15 @@ from pypipe.program import Channel, Program
 from pypipe.runtime.batch.batch import ChunkSpecs
 from pypipe.runtime.diagnostics.checks import wanted
 from pypipe.runtime.diagnostics.trace import Trace
+from pypipe.runtime.environment import read
 from pypipe.runtime.rendezvous.liveness import declare
 from pypipe.runtime.rendezvous.meeting import refuse
 from pypipe.runtime.rendezvous.world import World, find_world
 from pypipe.runtime.step.fitting import Fitted, fit
-from pypipe.runtime.step.pipeline import Call, Pipeline, Settings
-from pypipe.runtime.transport.links.registry import max_ctas, single_communicator
+from pypipe.runtime.step.pipeline import Pipeline
+from pypipe.runtime.step.settings import Call, Settings
+from pypipe.runtime.transport.links.nccl import max_ctas, single_communicator
+from pypipe.runtime.transport.links.registry import CHOICES
 from pypipe.stage import PipelineStage
 
 __all__ = ["Schedule"]
@@ -94,7 +97,7 @@ class Schedule:
         fitted, single, ctas = Fitted(), False, 0
         if problem is None:
             try:
-                single, ctas = single_communicator(given[0].device), max_ctas()
+                single, ctas = single_communicator(given[0].device, read("PYPIPE_LINK", CHOICES)), max_ctas()
                 fitted = fit(
                     program,
                     world.size,

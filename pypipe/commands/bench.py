@@ -65,10 +65,10 @@ class _End:
     def __init__(self, connection: Any, rank: int, peer: int) -> None:
         from pypipe.program import Channel, Kind
 
-        self._sender = connection.senders[Channel(Kind.F, rank, peer)].port
-        self._receiver = connection.receivers[Channel(Kind.F, peer, rank)].port
+        self._sender = connection.senders[Channel(Kind.F, rank, peer)]
+        self._receiver = connection.receivers[Channel(Kind.F, peer, rank)]
         self._rank, self._peer = rank, peer
-        self.link = "c10d" if type(self._sender).__name__.startswith("C10d") else "shm"
+        self.link: str = connection.carried_by[Channel(Kind.F, rank, peer)]
         self._sent = self._received = 0
 
     def ready(self, size: int) -> tuple[Callable[[], None], Callable[[], None]]:
@@ -76,7 +76,7 @@ class _End:
         import torch
 
         from pypipe.runtime.transport import trees
-        from pypipe.runtime.transport.channels import Tag
+        from pypipe.runtime.transport.channel import Tag
 
         payload = torch.zeros(size, dtype=torch.uint8)
         tensors = [payload]
@@ -85,10 +85,10 @@ class _End:
         mine, theirs = Tag(self._rank, ord("F"), 0, 0, 0), Tag(self._peer, ord("F"), 0, 0, 0)
 
         def send() -> None:
-            sender.send(layout, mine, tensors)
+            sender.transfer(layout, mine, tensors)
 
         def receive() -> None:
-            receiver.release(receiver.receive(theirs))
+            receiver.release(receiver.wait(theirs))
 
         return send, receive
 
@@ -151,16 +151,14 @@ def measure(world: Any, sizes: Sequence[int] = SIZES, only: tuple[int, int] | No
     import torch
 
     from pypipe.program import Channel, Kind, Link
-    from pypipe.runtime.transport.connection import Connection
+    from pypipe.runtime.transport.connection import connect
 
     ranks = range(world.size)
     pairs = [only] if only else [(a, b) for a in ranks for b in ranks if a < b]
     ways = [way for a, b in pairs for way in ((a, b), (b, a))]
     links = {Channel(Kind.F, a, b): Link(Kind.F, a, b) for a, b in ways}
     slots = dict.fromkeys(links, _SLOTS)
-    connection = Connection(
-        world, torch.device("cpu"), links, slots, {"schedule": "bench"}, lambda cards: None, _TIMEOUT
-    )
+    connection = connect(world, torch.device("cpu"), links, slots, {"schedule": "bench"}, lambda cards: None, _TIMEOUT)
     prefix = f"pypipe/bench/{world.name}/{world.meetings()}"
     measured = []
     try:

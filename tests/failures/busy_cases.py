@@ -13,7 +13,7 @@ from nccl_cases import control
 from torch import nn
 
 import pypipe
-from pypipe.runtime.transport.links import registry
+from pypipe.runtime.transport.links import nccl
 
 TIMEOUT = 1.0
 
@@ -41,7 +41,7 @@ def busy_then_stuck(rank: int, size: int, group: Any, transfer_limit: float | No
     stage = pypipe.PipelineStage(nn.Linear(4, 4), rank, size, torch.device("cpu"), group=group)
     schedule = pypipe.Schedule1F1B(stage, 2, nn.functional.mse_loss, timeout=TIMEOUT)
     x = torch.ones(4, 4)
-    limits = patch.object(registry, "_transfer_limit", lambda timeout: transfer_limit or timeout)
+    limits = patch.object(nccl, "_transfer_limit", lambda timeout: transfer_limit or timeout)
     with no_hurry(), limits:
         schedule.step(x, target=x)
     schedule._pipeline.recorder.core.set_busy("")  # type: ignore[union-attr]

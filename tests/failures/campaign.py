@@ -21,7 +21,7 @@ from campaign_faults import PATIENCE, linked
 import pypipe
 from pypipe.runtime.diagnostics import status_table
 from pypipe.runtime.rendezvous import agreement
-from pypipe.runtime.transport.links import registry
+from pypipe.runtime.transport.links import nccl
 
 SHORT = 0.5  # the timeout of those who wait for a rank that is late or stopped
 CPU = torch.device("cpu")
@@ -139,14 +139,14 @@ class Trial:
         index = places[int(self.case.place * len(places))]
         action = executor.actions[index]
         self.seen.at = str(action)
-        code, call, microbatch = executor._plan[index]
+        code, call, microbatch = executor._calls[index]
         strike = campaign_faults.make(self.case, schedule, stages[action.stage], action)
 
         def faulty(number: int) -> None:
             strike()
             call(number)
 
-        executor._plan[index] = (code, faulty, microbatch)
+        executor._calls[index] = (code, faulty, microbatch)
 
 
 @functools.cache
@@ -164,7 +164,7 @@ def run_cases(rank: int, size: int, group: Any, cases: list[Case]) -> list[Seen]
     seen = []
     for case in cases:
         # A close that waits for peers which are not going to close would take minutes.
-        closing = patch.object(registry._Nccl, "_CLOSING_SECONDS", 300.0)
+        closing = patch.object(nccl.NcclTransport, "_CLOSING_SECONDS", 300.0)
         with linked(case.link), closing, patch.object(status_table, "_ANSWER_SECONDS", SHORT):
             _warm_up(case.link, size, group)
             seen.append(Trial(case, rank, group).run())

@@ -101,7 +101,7 @@ def at_the_end(rank: int, size: int, group: Any, link: str, name: str, call: str
         assert _call(schedule, call, x, y) == ""
         dist.barrier(group=group)
         executor = schedule._pipeline._running.executors[training]
-        code, action, microbatch = executor._plan[-1]
+        code, action, microbatch = executor._calls[-1]
 
         def last(number: int) -> None:
             action(number)  # on the culprit, it waits for what the late rank's has sent
@@ -110,7 +110,7 @@ def at_the_end(rank: int, size: int, group: Any, link: str, name: str, call: str
             _await_cause(schedule)
 
         if rank in (culprit, late):
-            executor._plan[-1] = (code, last, microbatch)
+            executor._calls[-1] = (code, last, microbatch)
         text = _call(schedule, call, x, y)
         try:
             schedule.close()
@@ -137,7 +137,7 @@ def ahead(rank: int, size: int, group: Any, link: str, name: str, fault: str, fl
         schedule.eval(x)
         dist.barrier(group=group)
         executor = schedule._pipeline._running.executors[True]
-        code, action, microbatch = executor._plan[-1]
+        code, action, microbatch = executor._calls[-1]
 
         def last(number: int) -> None:
             action(number)
@@ -145,7 +145,7 @@ def ahead(rank: int, size: int, group: Any, link: str, name: str, fault: str, fl
             _await_cause(schedule)
 
         if rank == 0:
-            executor._plan[-1] = (code, last, microbatch)
+            executor._calls[-1] = (code, last, microbatch)
         with contextlib.suppress(KeyError), schedule:
             texts.append(_call(schedule, "step", x, y))
             if rank == size - 1:
@@ -287,9 +287,9 @@ def _gradients(rank: int, size: int, group: Any, name: str, kind: str, culprit: 
     dist.barrier(group=group)  # or a rank that is ahead fails while others are still in the eval()
     executor = schedule._pipeline._running.executors[True]
     if rank == culprit:
-        at = int(place * len(executor._plan))
-        code, _, microbatch = executor._plan[at]
-        executor._plan[at] = (code, _deliberate, microbatch)
+        at = int(place * len(executor._calls))
+        code, _, microbatch = executor._calls[at]
+        executor._calls[at] = (code, _deliberate, microbatch)
     steps, text = 0, ""
     while not text and steps < 3:  # a rank whose part of the step was over hears of it in the next one
         text = _call(schedule, "step", x, y)

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pypipe.errors import InputError
 from pypipe.runtime.autograd.engine import run_backward
+from pypipe.runtime.data_parallel.replica_failure import Reductions
 
 __all__ = ["Replicated"]
 
@@ -48,6 +49,7 @@ class Replicated:
         self._used: list[int] | None = None  # with static_graph, what the first step used
         self._static_calls: dict[int, int] = {}  # and how often the reducer expects each one's hook
         self._is_reduced = False
+        self._reductions: Reductions | None = None
 
     @classmethod
     def by_ddp(cls, module: DistributedDataParallel) -> Replicated:
@@ -86,6 +88,10 @@ class Replicated:
         if not training:
             return
         ddp = self._get_ddp()
+        if self._reductions is None:
+            self._reductions = Reductions(torch.distributed.get_process_group_ranks(ddp.process_group))
+        self._reductions.check_last()
+        _parameters(ddp)  # before anything is added to .grad
         self._is_reduced = False
         self._syncs = self._flag.get(self._state)
         self._flag.set(self._state, False)
@@ -104,9 +110,45 @@ class Replicated:
 
         Raises:
             InputError: a parameter has no gradient on this replica, and DDP was not told that this may be.
+            PipelineError: a replica had failed.
         """
         if not self._syncs:
             return
+        assert self._reductions is not None
+        key = self._reductions.begin()
+        called, with_gradient = self._reduce()
+        ddp = self._get_ddp()
+        parameters = _parameters(ddp)
+        self._reductions.check(key, next((p.grad for p in parameters if p.grad is not None), None))
+        if len(called) > len(with_gradient) and not (ddp.static_graph or ddp.find_unused_parameters):
+            raise InputError(_unused(ddp, set(called) - set(with_gradient)))
+
+    def forward_failed(self) -> None:
+        """See Wrapper."""
+        ddp: Any = self._get_ddp()
+        if self._syncs is not None and ddp._check_sync_bufs_pre_fwd():
+            ddp._sync_buffers()
+            ddp.require_forward_param_sync = False  # as after a forward without a reduction
+
+    def reduce_failed(self, reason: str) -> None:
+        """See Wrapper."""
+        if not self._syncs or self._is_reduced:
+            return
+        assert self._reductions is not None
+        self._reductions.tell(self._reductions.begin(), reason)
+        ddp = self._get_ddp()
+        parameters = _parameters(ddp)
+        # What the error says of .grad stays true.
+        views = ddp.gradient_as_bucket_view
+        own = [p.grad.clone() if views and p.grad is not None else p.grad for p in parameters]
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, torch.nan)
+        self._reduce()
+        for parameter, gradient in zip(parameters, own, strict=True):
+            parameter.grad = gradient
+
+    def _reduce(self) -> tuple[list[int], list[int]]:
+        """The reduction; returns whose hooks were called, and which parameters had a gradient, by number."""
         ddp = self._get_ddp()
         reducer: Any = ddp.reducer  # torch's stubs leave out what is private
         parameters = _parameters(ddp)
@@ -142,8 +184,7 @@ class Replicated:
         # As after a forward of its own: buffers are sent out before the next one.
         ddp.require_forward_param_sync = True
         self._is_reduced = True
-        if len(called) > len(with_gradient) and not (ddp.static_graph or ddp.find_unused_parameters):
-            raise InputError(_unused(ddp, set(called) - set(with_gradient)))
+        return called, with_gradient
 
     def _call_static(self, reducer: Any, index: int) -> None:
         """Calls a hook as often as a static graph's reducer expects it.
@@ -277,6 +318,6 @@ def _unused(ddp: DistributedDataParallel, indices: set[int]) -> str:
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return (
         f"no loss of this step depends on {shown or 'some parameters'}, and DistributedDataParallel was not told that "
-        "this may be: pass find_unused_parameters=True to it, or freeze them with requires_grad_(False). Their "
-        "gradients are zeros now"
+        "this may be: pass find_unused_parameters=True to it, or freeze them with requires_grad_(False). For the "
+        "other replicas their gradients of this step were zeros here"
     )

@@ -11,7 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from pypipe.runtime.data_parallel.replica_failure import Reductions
+from pypipe.runtime.tensor_memory import memory_parts
 
 __all__ = ["Sharded"]
 
@@ -40,7 +44,9 @@ class Sharded:
         self._settings: list[tuple[Any, _Settings]] | None = None  # None: between steps
         self._is_last_backward = True
         self._training = False
+        self._is_gathered = False
         self._is_reduced = False
+        self._reductions: Reductions | None = None
 
     def identity(self) -> int:
         """See Wrapper."""
@@ -73,8 +79,11 @@ class Sharded:
     def begin(self, *, training: bool) -> None:
         """See Wrapper."""
         self._state._lazy_init()  # which sets the root to stay gathered after its forward: before that is looked at
+        if self._reductions is None:
+            self._reductions = Reductions(self._ranks())
+        self._reductions.check_last()
         self._training = training
-        self._is_reduced = False
+        self._is_gathered = self._is_reduced = False
         context = self._state._state_ctx
         self._is_last_backward = context.is_last_backward
         context.is_last_backward = False
@@ -88,8 +97,11 @@ class Sharded:
 
     def unshard(self) -> None:
         """See Wrapper."""
+        if self._is_gathered:
+            return
         for module in self._modules():
             module.unshard()
+        self._is_gathered = True
 
     def after_backward(self) -> None:
         """Adds gradients in the reduction's dtype, where that is another than the parameters'.
@@ -101,6 +113,48 @@ class Sharded:
 
     def reduce(self) -> None:
         """See Wrapper."""
+        assert self._settings is not None
+        assert self._reductions is not None
+        key = self._reductions.begin()
+        self._reduce()
+        if any(own.reduce_grads for _, own in self._settings):
+            self._reductions.check(key, next(self._reduced(), None))
+
+    def forward_failed(self) -> None:
+        """Nothing: what a forward needs of the replicas comes in UNSHARD."""
+
+    def reduce_failed(self, reason: str) -> None:
+        """See Wrapper."""
+        if not self._training or self._is_reduced:
+            return
+        assert self._settings is not None
+        assert self._reductions is not None
+        self._reductions.tell(self._reductions.begin(), reason)
+        parameters = [p for group, own in self._settings if own.reduce_grads for p in group.fsdp_params]
+        parameters = [p for p in parameters if p.sharded_param.requires_grad]
+        kept = [p.sharded_param.grad for p in parameters]
+        for parameter in parameters:
+            parameter.sharded_param.grad = None
+            unsharded = parameter.unsharded_param
+            unsharded.grad = torch.full(unsharded.shape, torch.nan, dtype=unsharded.dtype, device=unsharded.device)
+        self._reduce()
+        for parameter, gradient in zip(parameters, kept, strict=True):
+            parameter.sharded_param.grad = gradient
+
+    def _ranks(self) -> list[int]:
+        """The global ranks among which the first group's gradients are reduced."""
+        mesh = self._groups()[0].mesh_info.mesh
+        return [int(rank) for rank in mesh.mesh.flatten()]
+
+    def _reduced(self) -> Iterator[Tensor]:
+        """Gradients of which this rank has a part."""
+        for group, own in self._settings or ():
+            for parameter in group.fsdp_params if own.reduce_grads else ():
+                gradient = parameter.sharded_param.grad
+                if gradient is not None and any(part.numel() for part in memory_parts(gradient)):
+                    yield gradient
+
+    def _reduce(self) -> None:
         assert self._settings is not None
         self._state._state_ctx.is_last_backward = self._is_last_backward
         for group, own in self._settings:

@@ -41,13 +41,27 @@ class Wrapper(Protocol):
         """After each B, or each half of one: takes what has been added to `.grad` where it is kept elsewhere."""
 
     def reduce(self) -> None:
-        """REDUCE_GRAD: reduces the gradients among the replicas, unless the user has turned that off for now."""
+        """REDUCE_GRAD: reduces the gradients among the replicas, unless the user has turned that off for now.
+
+        Raises:
+            PipelineError: a replica had failed.
+        """
 
     def reshard(self) -> None:
         """RESHARD: frees the gathered parameters."""
 
     def end(self) -> None:
         """Ends a step, be it complete or not: the wrapper is again as the user had set it. Idempotent."""
+
+    def forward_failed(self) -> None:
+        """In place of a forward, after abandon(): takes part in what the replicas do together there."""
+
+    def reduce_failed(self, reason: str) -> None:
+        """In place of reduce(), after abandon(): takes part in the reduction, so that no replica waits for this one.
+
+        Args:
+            reason: why the step has failed, in one line; what the other replicas raise has it.
+        """
 
     def abandon(self) -> str | None:
         """After a step that failed, before end(): frees what the step holds.

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
 
-from pypipe.program import Action, Channel, Kind, Link, Program, channel_of
-from pypipe.program.single_communicator.groups import ends_of_groups
+from pypipe.program import Action, Kind, Program
 from pypipe.runtime.diagnostics.device_clock import DeviceClock
-from pypipe.runtime.diagnostics.recorder import Recorder, code_of
+from pypipe.runtime.diagnostics.recorder import Recorder
+from pypipe.runtime.step.plan import plan_calls
 from pypipe.runtime.step.stage_execution import StageExecution
 
 __all__ = ["Executor"]
-
-Step = tuple[int, Callable[[int], None], int]
 
 
 class Executor:
@@ -37,35 +34,13 @@ class Executor:
     ) -> None:
         self.program = program
         self._record = recorder.core
+        self._by_number = stages
         self._stages = tuple(stages.values())
         for each in self._stages:
             each.on_ready = recorder.core.ready
-        # Everything that can be known before is done here: run() only calls.
-        self.actions: list[Action] = []
+        self.actions, self._calls = plan_calls(program, rank, stages, issue)
         """What the recorder is told of in a run, in order."""
-        self._plan: list[Step] = []
-        order = _LinkOrder(program, rank)
-        actions = program.ranks[rank]
-        ends = [False] * len(actions) if issue is None else ends_of_groups(program, rank)
-        for action, ends_group in zip(actions, ends, strict=True):
-            stage, kind, microbatch = stages[action.stage], action.kind, action.microbatch
-            if kind.is_receive:
-                channel = stage.receiver(Kind.F if kind is Kind.RECV_F else Kind.B)
-                if channel.posts:  # else the slot's return to the sender is all that it waits for
-                    self._add(action, channel.post, microbatch)
-            else:
-                for early, earlier in order.before(action):
-                    self._add(action, stages[early.target_stage].receiver(early.kind).take, earlier)
-                if action.kind is Kind.SEND_B and self._plan and self._plan[-1][1:] == (stage.backward, microbatch):
-                    self._plan[-1] = (self._plan[-1][0], stage.backward_before_send, microbatch)
-                self._add(action, _call(action, stage), microbatch)
-            if ends_group and issue is not None:
-                self._add(action, _ignoring_microbatch(issue), microbatch)
         self._position = 0
-
-    def _add(self, action: Action, call: Callable[[int], None], microbatch: int) -> None:
-        self.actions.append(action)
-        self._plan.append((code_of(action), call, microbatch))
 
     @property
     def action(self) -> Action | None:
@@ -86,6 +61,19 @@ class Executor:
             words += f", and of {early} more those gradients that are computed in action I"
         return words + (", and perhaps a part of the one that failed" if unsure else "")
 
+    def take_part(self, reason: str, *, training: bool, has_begun: bool) -> None:
+        """After a step that failed: does what this rank's replicas in other pipelines wait for, in the program's order.
+
+        Args:
+            reason: why it has failed, in one line.
+            training: whether it was one of step().
+            has_begun: whether run() was called.
+        """
+        for stage in self._stages:
+            stage.begin_replicas(training=training)
+        for action in self.actions[self._position if has_begun else 0 :]:
+            self._by_number[action.stage].take_part(action.kind, reason)
+
     def run(self, clock: DeviceClock | None = None) -> None:
         """Runs every action, in order.
 
@@ -102,102 +90,36 @@ class Executor:
         position = 0
         begin = self._record.begin
         try:
-            for code, call, microbatch in self._plan:
+            for code, function, microbatch in self._calls:
                 begin(code)
-                call(microbatch)
+                function(microbatch)
                 position += 1
             self._record.end()  # the action that fails stays in progress, for the record
         finally:
             self._position = position
 
     def _run_timed(self, clock: DeviceClock) -> None:
-        plan = self._plan
+        calls = self._calls
         arrived = self._record.ready
 
         def ready() -> None:
             arrived()
             clock.ready()
 
-        def timed(call: Callable[[int], None]) -> Callable[[int], None]:
+        def timed(function: Callable[[int], None]) -> Callable[[int], None]:
             def run(microbatch: int) -> None:
                 clock.begin()
-                call(microbatch)
+                function(microbatch)
                 clock.end()
 
             return run
 
-        self._plan = [(code, timed(call), microbatch) for code, call, microbatch in plan]
+        self._calls = [call._replace(function=timed(call.function)) for call in calls]
         try:
             for stage in self._stages:
                 stage.on_ready = ready
             self.run()
         finally:
-            self._plan = plan
+            self._calls = calls
             for stage in self._stages:
                 stage.on_ready = arrived
-
-
-class _LinkOrder:
-    """What a rank's links carry, in order, while its list is walked.
-
-    A link is a FIFO. Where it carries several channels, or a program uses messages in another order than they come in,
-    whatever comes before the message that is to be used has to be taken off the link first.
-    """
-
-    def __init__(self, program: Program, rank: int) -> None:
-        self._program = program
-        self._coming: dict[Link, deque[tuple[Channel, int]]] = {}
-        self._taken: set[tuple[Channel, int]] = set()
-        for action in program.ranks[rank]:
-            if action.kind.is_receive:
-                channel = channel_of(action)
-                self._coming.setdefault(program.link_of(channel), deque()).append((channel, action.microbatch))
-
-    def before(self, action: Action) -> list[tuple[Channel, int]]:
-        """The messages to take off the link before the one that this F, B or I uses."""
-        program, stage = self._program, action.stage
-        if action.kind is Kind.F:
-            kind, source = Kind.F, program.previous_stage(stage)
-        elif action.kind in (Kind.B, Kind.I):
-            kind, source = Kind.B, program.next_stage(stage)
-        else:
-            return []
-        if source is None or program.placement[source] == program.placement[stage]:
-            return []
-        message = (Channel(kind, source, stage), action.microbatch)
-        if message in self._taken:
-            self._taken.remove(message)
-            return []
-        coming = self._coming[program.link_of(message[0])]
-        early = []
-        while (next_one := coming.popleft()) != message:
-            early.append(next_one)
-        self._taken.update(early)
-        return early
-
-
-def _ignoring_microbatch(call: Callable[[], None]) -> Callable[[int], None]:
-    return lambda microbatch: call()
-
-
-def _call(action: Action, stage: StageExecution) -> Callable[[int], None]:
-    match action.kind:
-        case Kind.F:
-            return stage.forward
-        case Kind.B:
-            return stage.backward
-        case Kind.I:
-            return stage.input_backward
-        case Kind.W:
-            return stage.weight_backward
-        case Kind.SEND_F:
-            return stage.send_forward
-        case Kind.SEND_B:
-            return stage.send_backward
-        case Kind.UNSHARD:
-            return stage.unshard
-        case Kind.REDUCE_GRAD:
-            return stage.reduce_gradients
-        case Kind.RESHARD:
-            return stage.reshard
-    raise ValueError(f"the executor cannot run {action}")

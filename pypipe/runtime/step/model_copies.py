@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from pypipe.errors import InputError
 from pypipe.program import Channel, Kind, Program
-from pypipe.runtime.transport.channels import ReceiveChannel, SendChannel
+from pypipe.runtime.transport.channel import ReceiveChannel, SendChannel
 
 __all__ = ["ModelCopies", "copy_channels"]
 
@@ -175,7 +175,7 @@ class _Exchange:
 
     def release(self) -> None:
         """Gives the last tree's slot back."""
-        self._slot.release()
+        self._slot.give_back()
         self._slot = None
 
 

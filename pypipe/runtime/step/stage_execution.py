@@ -1,8 +1,8 @@
 """One stage's part of a step: forward, backward, and what is kept between them.
 
 Memory is given back as early as the maths allows. After a forward, only the autograd nodes of its outputs are kept,
-not the outputs. After a backward, the slots of what was received go back. Where the gradient is sent on at once, that
-goes first, since somebody waits for it; but if the send may have to wait, they do: it may be for them.
+not the outputs. After a backward, the leases of what was received end. Where the gradient is sent on at once, that goes
+first, since another rank waits for it; but if the send may have to wait, they end first: it may wait for their slots.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from pypipe.runtime.batch.structure import map_tensors
 from pypipe.runtime.data_parallel.wrappers import Wrapper
 from pypipe.runtime.diagnostics.checks import require_finite
 from pypipe.runtime.step.losses import Losses
+from pypipe.runtime.step.new_gradients import NewGradients
 from pypipe.runtime.tensor_memory import copy_of
-from pypipe.runtime.transport.channels import ReceiveChannel, Received, SendChannel
+from pypipe.runtime.transport.channel import ReceiveChannel, SendChannel
 from pypipe.runtime.transport.distributed_tensors import Meshes
-from pypipe.runtime.transport.gradient_leases import GradientLoans, Loan
-from pypipe.runtime.transport.local import Handed, LocalChannel
+from pypipe.runtime.transport.lease import CopiesLease, Lease
+from pypipe.runtime.transport.local import LocalChannel
 
 __all__ = ["StageExecution"]
 
@@ -50,6 +51,31 @@ class Added(NamedTuple):
     whole: int
     early: int
     unsure: bool
+
+
+class _Microbatch:
+    """What a stage keeps of a microbatch between its actions.
+
+    Attributes:
+        share: its share of the batch.
+        input: what came from the stage before; None on the first one, and once its lease has ended.
+        output: what the forward returned, until it is sent.
+        nodes: where the gradients of the outputs go, for those that need any.
+        gradients: what came from the stage after, until its lease has ended.
+        weight_work: what I has left for W.
+        passed_on: the input's gradients, until they are sent.
+    """
+
+    __slots__ = ("gradients", "input", "nodes", "output", "passed_on", "share", "weight_work")
+
+    def __init__(self, share: Share, received: Lease | None) -> None:
+        self.share = share
+        self.input = received
+        self.output: Any = None
+        self.nodes: list[Any] = []
+        self.gradients: Lease | None = None
+        self.weight_work: WeightWork | None = None
+        self.passed_on: list[Tensor | None] | None = None
 
 
 class StageExecution:
@@ -93,13 +119,14 @@ class StageExecution:
             receive_forward.meshes = Meshes(module, where, get_mesh)
         self._send_forward = send_forward
         self._receive_backward = receive_backward
-        self._loans = GradientLoans(receive_backward, splits=splits) if receive_backward is not None else None
+        self._gradients = receive_backward.gradients(splits=splits) if receive_backward is not None else None
         self._send_backward = send_backward
         # Stages of one rank hand over in memory, as part of F and B: programs have no action for it.
         self._hands_forward = isinstance(send_forward, LocalChannel)
         self._hands_backward = isinstance(send_backward, LocalChannel)
         self._wrappers = wrappers
         self._moves_gradients = any(wrapper.moves_gradients for wrapper in wrappers)
+        self._new_gradients = NewGradients(module, moves=self._moves_gradients)
         self._deferred_hooks = DeferredHooks()
         self._split = SplitBackward(where)
         self.busy_seconds = 0.0
@@ -111,22 +138,17 @@ class StageExecution:
 
     def reset(self) -> None:
         """Forgets everything of a step, also of one that failed."""
+        self._replicas_began = False
         for wrapper in self._wrappers:
             wrapper.end()
         self._deferred_hooks.give_back()
         for channel in (self._send_forward, self._send_backward):
             if isinstance(channel, LocalChannel):
                 channel.reset()
-        self._inputs: dict[int, Received | Handed] = {}
-        self._shares: dict[int, Share] = {}
-        self._outputs: dict[int, Any] = {}
-        self._nodes: dict[int, list[Any]] = {}
-        self._input_gradients: dict[int, list[Tensor | None]] = {}
+        self._microbatches: dict[int, _Microbatch] = {}
         if self._losses is not None:
             self._losses.reset()
-        self._rests: dict[int, tuple[WeightWork, Received | Handed | None, Loan | None]] = {}
-        self._owed: tuple[Received | Handed | None, Loan | None] | None = None
-        self._fresh: list[Tensor] | None = []
+        self._new_gradients.end()
         self._added = 0  # backwards whose gradients are all in `.grad`
         self._adding: bool | None = False  # now; None: in I, where it depends on the graph
         self._batch: Batch = _NOTHING
@@ -143,21 +165,22 @@ class StageExecution:
         self._loss_kwargs: dict[str, Any] = loss_kwargs or {}
         if training:
             self._deferred_hooks.begin(self._module)
-        for wrapper in self._wrappers:
-            wrapper.begin(training=training)
+        self.begin_replicas(training=training)
         self.busy_seconds = 0.0
         channels = [self._receive_forward, self._send_forward]
         channels += [self._receive_backward, self._send_backward] if training else []
         for channel in channels:
             if isinstance(channel, (ReceiveChannel, SendChannel)):
                 channel.begin(training=training)
-        if training and (self._receive_forward is not None or self._loans is not None):
-            self._fresh = None
+        if training and (self._receive_forward is not None or self._gradients is not None):
+            self._new_gradients.begin(batch.leaves)
 
-    def _find_fresh(self) -> None:
-        """Finds the leaves without a `.grad`. Done before the stage's first wait: walking a module takes long."""
-        self._fresh = [p for p in self._module.parameters() if p.requires_grad and p.grad is None]
-        self._fresh += self._batch.leaves
+    def begin_replicas(self, *, training: bool) -> None:
+        """Has the wrappers begin a step, unless they have."""
+        if not self._replicas_began:
+            self._replicas_began = True
+            for wrapper in self._wrappers:
+                wrapper.begin(training=training)
 
     def unshard(self, _: int) -> None:
         """UNSHARD: gathers the stage's sharded parameters."""
@@ -174,6 +197,24 @@ class StageExecution:
         for wrapper in self._wrappers:
             wrapper.reshard()
 
+    def take_part(self, kind: Kind, reason: str) -> None:
+        """In place of an action, after a step that failed: does what the stage's replicas wait for.
+
+        Args:
+            kind: the action's.
+            reason: why the step has failed, in one line.
+        """
+        for wrapper in self._wrappers:
+            match kind:
+                case Kind.F:
+                    wrapper.forward_failed()
+                case Kind.UNSHARD:
+                    wrapper.unshard()
+                case Kind.REDUCE_GRAD:
+                    wrapper.reduce_failed(reason)
+                case Kind.RESHARD:
+                    wrapper.reshard()
+
     def abandon(self) -> list[str]:
         """After a step that failed; returns what has become of gradients that replicas were to share, in words."""
         said = [said for wrapper in self._wrappers if (said := wrapper.abandon()) is not None]
@@ -182,7 +223,7 @@ class StageExecution:
     @property
     def added(self) -> Added:
         """What this step has added to `.grad`."""
-        early = sum(work.early for work, _, _ in self._rests.values())
+        early = sum(each.weight_work.early for each in self._microbatches.values() if each.weight_work is not None)
         return Added(self._added, early, self._split.adds if self._adding is None else self._adding)
 
     @property
@@ -199,42 +240,44 @@ class StageExecution:
     def forward(self, microbatch: int) -> None:
         """F: waits for the input, runs the module, and on the last stage the loss."""
         batch = self._batch
-        received: Received | Handed | None = None
+        received: Lease | None = None
         if self._receive_forward is None:
             share = batch.share(microbatch)
             args = batch.args(microbatch)
         else:
-            if self._fresh is None:
-                self._find_fresh()
+            self._new_gradients.look()
             received = self._receive_forward.receive(microbatch, training=self._training)
             self.on_ready()
             share = Share(received.rows, received.batch_rows)
             tree = received.tree
             args = tuple(tree) if isinstance(tree, (tuple, list)) else (tree,)
             received.tree = tree = None
-        self._shares[microbatch] = share
+        kept = self._microbatches[microbatch] = _Microbatch(share, received)
         start = time.perf_counter()
         output = self._module(*args, **batch.kwargs(microbatch, share))
         del args
         if self.find_nan:
             require_finite(output, f"{self._where}, forward, microbatch {microbatch}: the output")
         if self._last:
-            self._finish_forward(microbatch, share, output, received)
+            self._finish_forward(microbatch, kept, output)
         else:
             if not self._training and received is not None:
-                output = _kept(output, received)
-            self._outputs[microbatch] = output
+                output = _owned(output, received)
+            kept.output = output
         self.busy_seconds += time.perf_counter() - start
         if received is not None:
             if self._training:
-                received.settle()
-                self._inputs[microbatch] = received
+                received.after_forward()
             else:
-                received.release()
+                kept.input = None
+                received.give_back()
         if self._hands_forward:
             self.send_forward(microbatch)
+        elif self._last and not self._training:
+            del self._microbatches[microbatch]
 
-    def _finish_forward(self, microbatch: int, share: Share, output: Any, received: Received | Handed | None) -> None:
+    def _finish_forward(self, microbatch: int, kept: _Microbatch, output: Any) -> None:
+        share, received = kept.share, kept.input
         if self._with_loss:
             assert self._losses is not None
             target = self._batch.target(microbatch, share)
@@ -242,117 +285,136 @@ class StageExecution:
             loss = self._losses.compute(microbatch, output, target, self._loss_kwargs, weight)
             if self.find_nan:
                 require_finite(loss, f"{self._where}, microbatch {microbatch}: the loss")
-            self.losses[microbatch] = _kept(loss, received)
+            self.losses[microbatch] = _owned(loss, received)
         if self._keep_results:
             if not self.results:  # a spec that does not fit is an error of this step on every rank
                 require_mergeable(output, self._batch.merge_spec)
-            self.results[microbatch] = _kept(_detached(output), received)
+            self.results[microbatch] = _owned(_detached(output), received)
 
     def send_forward(self, microbatch: int) -> None:
         """SEND_F: sends the output on and keeps only its autograd nodes."""
         assert self._send_forward is not None
-        share = self._shares.pop(microbatch)
-        tensors = self._send_forward.send(
-            self._outputs.pop(microbatch), microbatch, share.rows, share.batch_rows, self._inputs.get(microbatch)
-        )
+        kept = self._microbatches[microbatch]
+        output, kept.output = kept.output, None
+        share = kept.share
+        tensors = self._send_forward.send(output, microbatch, share.rows, share.batch_rows, kept.input)
         if self._training:
-            self._nodes[microbatch] = [gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
+            kept.nodes = [gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
+        else:
+            del self._microbatches[microbatch]
 
     def backward(self, microbatch: int) -> None:
-        """B: waits for the output's gradients, runs backward, and gives the input's slot back."""
-        self._begin_backward(microbatch, split=False)
+        """B: waits for the output's gradients, runs backward, and ends the leases of what was received."""
+        kept = self._backward(microbatch, split=False)
+        self._take_over(kept)
+        self._end_leases(kept)
+        self._after_backward(microbatch, kept)
 
     def backward_before_send(self, microbatch: int) -> None:
-        """B, which its SEND_B follows at once: that gives the slots back."""
-        self._begin_backward(microbatch, split=False, owes=True)
+        """B, which its SEND_B follows at once: that ends the leases."""
+        kept = self._backward(microbatch, split=False)
+        if isinstance(kept.gradients, CopiesLease):  # the stage's own memory: it need not live through a send
+            self._take_over(kept)
+            self._end_leases(kept)
+        self._after_backward(microbatch, kept)
 
     def input_backward(self, microbatch: int) -> None:
         """I: the input's half of B; what the weights' half needs stays."""
-        self._begin_backward(microbatch, split=True)
+        kept = self._backward(microbatch, split=True)
+        self._take_over(kept)
+        if kept.weight_work is None:  # there was no part to leave for W
+            self._end_leases(kept)
+        self._after_backward(microbatch, kept)
 
     def weight_backward(self, microbatch: int) -> None:
         """W: the weights' half of B, unless I had to do both."""
-        rest = self._rests.pop(microbatch, None)
-        if rest is None:
+        kept = self._microbatches.get(microbatch)
+        work = kept.weight_work if kept is not None else None
+        if kept is None or work is None:
             return
-        work, inputs, loan = rest
+        kept.weight_work = None
         start = time.perf_counter()
         self._adding = True
         work.run()
         self._adding = False
         self._added += 1
-        if self._fresh:
-            self._own_fresh_gradients(inputs, loan)
-        if self._moves_gradients:
-            self._after_backward()
-        if self.find_nan:
-            self._require_finite_gradients(microbatch, [])
+        self._settle(microbatch, kept, [])
         self.busy_seconds += time.perf_counter() - start
-        del rest, work
-        self._give_back(inputs, loan)
+        del work
+        self._end_leases(kept)
+        if kept.passed_on is None:
+            del self._microbatches[microbatch]
 
-    def _give_back(self, inputs: Received | Handed | None, loan: Loan | None) -> None:
-        if inputs is not None:
-            inputs.release()
-        if loan is not None:
-            assert self._loans is not None
-            self._loans.give_back(loan)
-
-    def _begin_backward(self, microbatch: int, *, split: bool, owes: bool = False) -> None:
-        loan: Loan | None = None
-        roots: list[Any]
-        gradients: list[Tensor]
-        if self._loans is None:
-            assert self._losses is not None
-            weight = self._weight(microbatch, self._shares.pop(microbatch))
-            roots, gradients = self._losses.roots(microbatch, weight)
-        else:
-            if self._fresh is None:
-                self._find_fresh()
-            loan = self._loans.take(microbatch)
-            self.on_ready()
-            owes = owes and loan.slot is not None  # copies are no slot, and need not live through a send
-            pairs = list(zip(self._nodes.pop(microbatch), loan.gradients, strict=True))
-            loan.gradients = []
-            roots = [node for node, gradient in pairs if gradient is not None]
-            gradients = [gradient for _, gradient in pairs if gradient is not None]
-            del pairs
-        inputs = self._inputs.pop(microbatch, None)
-        work: WeightWork | None = None
+    def _backward(self, microbatch: int, *, split: bool) -> _Microbatch:
+        """Runs a whole backward, or its half of the input."""
+        kept = self._microbatches[microbatch]
+        roots, gradients = self._roots(microbatch, kept)
+        received = kept.input
         start = time.perf_counter()
         if roots and split:
             of_batch = self._batch.leaves
-            leaves = of_batch if inputs is None else [*of_batch, *inputs.leaves]
+            leaves = of_batch if received is None else [*of_batch, *received.leaves]
             self._adding = None
-            work = self._split.begin(roots, gradients, leaves, gathering=bool(of_batch))
+            kept.weight_work = self._split.begin(roots, gradients, leaves, gathering=bool(of_batch))
         elif roots:
             self._adding = True
             run_backward(roots, gradients)
         self._adding = False
-        if work is None:
+        if kept.weight_work is None:
             self._added += 1
         del roots, gradients
-        if self._fresh:
-            self._own_fresh_gradients(inputs, loan)
-        if self._moves_gradients:
-            self._after_backward()
-        if self.find_nan:
-            self._require_finite_gradients(microbatch, [] if inputs is None else inputs.leaves)
-        if inputs is not None:
+        self._settle(microbatch, kept, [] if received is None else received.leaves)
+        if received is not None:
             if self._send_backward is not None:
-                passed_on = [leaf.grad for leaf in inputs.leaves]
-                self._input_gradients[microbatch] = passed_on if owes else _owned(passed_on, inputs, loan)
-                del passed_on
-            inputs.leaves = []
+                kept.passed_on = [leaf.grad for leaf in received.leaves]
+            received.leaves = []
         self.busy_seconds += time.perf_counter() - start
-        if work is not None:
-            self._rests[microbatch] = (work, inputs, loan)
+        return kept
+
+    def _roots(self, microbatch: int, kept: _Microbatch) -> tuple[list[Any], list[Tensor]]:
+        """Where a backward begins, and with which gradients; waits for those."""
+        if self._gradients is None:
+            assert self._losses is not None
+            return self._losses.roots(microbatch, self._weight(microbatch, kept.share))
+        self._new_gradients.look()
+        lease = kept.gradients = self._gradients.take(microbatch)
+        self.on_ready()
+        tree, lease.tree = lease.tree, None
+        pairs = [pair for pair in zip(kept.nodes, tree, strict=True) if pair[1] is not None]
+        kept.nodes = []
+        return [node for node, _ in pairs], [gradient for _, gradient in pairs]
+
+    def _settle(self, microbatch: int, kept: _Microbatch, leaves: Sequence[Tensor]) -> None:
+        """After a backward or a half: looks after the gradients that it has added."""
+        self._new_gradients.own(kept.input, kept.gradients)
+        if self._moves_gradients:
+            for wrapper in self._wrappers:
+                wrapper.after_backward()
+        if self.find_nan:
+            self._require_finite_gradients(microbatch, leaves)
+
+    def _after_backward(self, microbatch: int, kept: _Microbatch) -> None:
         if self._hands_backward:
             self.send_backward(microbatch)
-        if owes:
-            self._owed = (inputs, loan)
-        elif work is None:
-            self._give_back(inputs, loan)
+        elif kept.passed_on is None and kept.weight_work is None:
+            del self._microbatches[microbatch]
+
+    def _take_over(self, kept: _Microbatch) -> None:
+        """Copies those of the input's gradients that lie in memory which is about to be given back."""
+        if kept.passed_on is not None:
+            leases = (kept.input, kept.gradients)
+            kept.passed_on = [
+                copy_of(each) if each is not None and _lies_in(each, *leases) else each for each in kept.passed_on
+            ]
+
+    def _end_leases(self, kept: _Microbatch) -> None:
+        received, kept.input = kept.input, None
+        if received is not None:
+            received.give_back()
+        gradients, kept.gradients = kept.gradients, None
+        if gradients is not None:
+            assert self._gradients is not None
+            self._gradients.give_back(gradients)
 
     def _require_finite_gradients(self, microbatch: int, leaves: Sequence[Tensor]) -> None:
         where = f"{self._where}, backward, microbatch {microbatch}: the gradient of "
@@ -367,45 +429,31 @@ class StageExecution:
         """After the last action of a step without an error."""
         if not self._training:
             return
-        if self._loans is not None:
-            self._loans.end_step()
+        if self._gradients is not None:
+            self._gradients.end_step()
         self._deferred_hooks.run()
 
     def send_backward(self, microbatch: int) -> None:
         """SEND_B: sends the input's gradients back; None where there is none."""
         channel = self._send_backward
         assert channel is not None
-        owed, self._owed = self._owed, None
-        gradients = self._input_gradients.pop(microbatch)
-        if owed is not None and not channel.has_room():
-            gradients = _owned(gradients, *owed)
-            self._give_back(*owed)
-            owed = None
+        kept = self._microbatches[microbatch]
+        is_over = kept.weight_work is None  # else W needs the leases
+        is_leased = kept.input is not None or kept.gradients is not None
+        if is_over and is_leased and not channel.has_room():
+            self._take_over(kept)
+            self._end_leases(kept)
+        gradients, kept.passed_on = kept.passed_on, None
+        assert gradients is not None
         channel.send(gradients[0] if len(gradients) == 1 else gradients, microbatch, 0, 0)
-        if owed is not None:
-            del gradients  # they may lie in the slots
-            self._give_back(*owed)
+        if is_over:
+            del gradients  # they may lie in the leases' memory
+            self._end_leases(kept)
+            del self._microbatches[microbatch]
 
     def _weight(self, microbatch: int, share: Share) -> float:
         """The microbatch's weight in the batch's loss."""
         return self._batch.weight(microbatch, share) if self._scale_grads else 1.0
-
-    def _own_fresh_gradients(self, *slots: Received | Handed | Loan | None) -> None:
-        """Makes a `.grad` that lies in a slot a tensor of its own; the slot's memory is only lent.
-
-        Autograd may make a received gradient, or a view of it, some tensor's first `.grad`, and a backward may hand
-        out a saved activation. Later ones are added to the first.
-        """
-        assert self._fresh is not None
-        for tensor in self._fresh:
-            if tensor.grad is not None and any(slot is not None and slot.holds(tensor.grad) for slot in slots):
-                tensor.grad = copy_of(tensor.grad)
-        if not self._moves_gradients:
-            self._fresh = [tensor for tensor in self._fresh if tensor.grad is None]
-
-    def _after_backward(self) -> None:
-        for wrapper in self._wrappers:
-            wrapper.after_backward()
 
 
 def _nothing() -> None:
@@ -418,25 +466,16 @@ def _detached(tree: Any) -> Any:
     return map_tensors(tree, Tensor.detach)
 
 
-def _owned(gradients: list[Tensor | None], *lenders: Received | Handed | Loan | None) -> list[Tensor | None]:
-    """The gradients, copied where their memory is only lent, and about to be given back."""
-    owned = []
-    for gradient in gradients:
-        for lender in lenders:
-            if gradient is not None and lender is not None and lender.holds(gradient):
-                gradient = copy_of(gradient)
-                break
-        owned.append(gradient)
-    return owned
+def _lies_in(tensor: Tensor, *leases: Lease | None) -> bool:
+    return any(lease is not None and (tensor.is_nested or lease.holds(tensor)) for lease in leases)
 
 
-def _kept(tree: Any, *lenders: Received | Handed | Loan | None) -> Any:
-    """`tree`, with copies of the tensors whose memory is only lent, and about to be given back."""
+def _owned(tree: Any, lease: Lease | None) -> Any:
+    """`tree`, with copies of the tensors that lie in a lease's memory, which is about to be given back."""
 
-    def kept(tensor: Tensor) -> Tensor:
-        lent = any(lender is not None and (tensor.is_nested or lender.holds(tensor)) for lender in lenders)
-        return copy_of(tensor) if lent else tensor
+    def owned(tensor: Tensor) -> Tensor:
+        return copy_of(tensor) if _lies_in(tensor, lease) else tensor
 
     if isinstance(tree, Tensor):
-        return kept(tree)
-    return map_tensors(tree, kept)
+        return owned(tree)
+    return map_tensors(tree, owned)

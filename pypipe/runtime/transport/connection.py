@@ -11,7 +11,6 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -23,10 +22,11 @@ from pypipe.runtime.diagnostics import failure
 from pypipe.runtime.diagnostics.recorder import SUFFIX, Recorder
 from pypipe.runtime.rendezvous.meeting import Card, Meeting, meet, refuse
 from pypipe.runtime.rendezvous.world import World
-from pypipe.runtime.transport.channels import ReceiveChannel, SendChannel
-from pypipe.runtime.transport.links.registry import CHOICES, Carrier, carrier_of, make
+from pypipe.runtime.transport.channel import ReceiveChannel, SendChannel
+from pypipe.runtime.transport.links.registry import CHOICES, transport_of
+from pypipe.runtime.transport.links.transport import Place, Transport
 
-__all__ = ["Connection"]
+__all__ = ["Connection", "connect"]
 
 # A wait of some tens of microseconds is cheaper to spin through than to sleep through, but only on a core of one's
 # own: with more ranks than cores, whoever spins keeps the one that is waited for from running. When a wait should be
@@ -35,8 +35,18 @@ _SPINS_ALONE, _SPINS_CROWDED = 2000, 20
 _LONGEST_SPIN = 2e-3
 
 
-class Connection:
-    """One rank's end of a pipeline: control sockets, links and channels.
+def connect(
+    world: World,
+    device: torch.device,
+    links: Mapping[Channel, Link],
+    slots: Mapping[Channel, int],
+    card: Card,
+    compare: Callable[[Sequence[Card]], None],
+    timeout: float,
+    *,
+    checksum: bool = False,
+) -> Connection:
+    """Meets the other ranks of the pipeline and opens the links to them.
 
     Args:
         world: the ranks.
@@ -48,129 +58,161 @@ class Connection:
         timeout: seconds that any wait may take.
         checksum: whether messages carry checksums; the same on all ranks.
 
+    Raises:
+        ConfigurationError: the ranks do not fit together, or a link cannot be opened.
+        PeerLost: a rank's process has ended.
+        PipelineTimeout: a rank did not come.
+    """
+    try:
+        choice = environment.read("PYPIPE_LINK", CHOICES)
+    except ConfigurationError as error:
+        problem = f"rank {world.rank}: {error}"
+        refuse(world, problem)
+        raise ConfigurationError(problem) from None
+    card = {**card, "link": choice, "device": device.type, "group": world.group is not None}
+    links = {channel: links[channel] for channel in sorted(links)}
+    peers = {rank for link in links.values() if world.rank in _ends(link) for rank in _ends(link)}
+    # News go round in both directions, so that one rank that is stopped keeps them from nobody.
+    peers |= {(world.rank + 1) % world.size, (world.rank - 1) % world.size}
+    ways: dict[Link, type[Transport]] = {}
+
+    def fit(cards: Sequence[Card]) -> None:
+        compare(cards)
+        ways.update(_transports(links.values(), cards, checksum))
+
+    meeting = meet(world, card, fit, peers - {world.rank}, timeout)
+    connection = Connection(world, meeting, _recorder(world.rank, meeting.identity))
+    connection.start()
+    try:
+        patience = connection.patience(timeout)
+        places = [
+            Place(channel, link, number, slots[channel], checksum)
+            for number, (channel, link) in enumerate(links.items())
+        ]
+        connection.open(places, ways, device, patience)
+    except BaseException as error:
+        public: BaseException = error
+        if isinstance(error, _core.CoreError):
+            public = failure.convert(error, connection.hub, world.rank, None, timeout, "the start of the pipeline")
+        failure.report(connection.hub, world.rank, None, public, "the start of the pipeline")
+        connection.close()
+        try:
+            raise public from None
+        finally:
+            del public
+    return connection
+
+
+class Connection:
+    """One rank's end of a pipeline: control sockets, links and channels. `connect` makes one.
+
+    Args:
+        world: the ranks.
+        meeting: how they met.
+        recorder: of what this rank does.
+
     Attributes:
+        hub: the control sockets.
+        cards: what each rank has said of itself.
+        prefix: of this pipeline's keys in the store.
+        recorder: of what this rank does.
         senders, receivers: this rank's ends of the channels.
         issue: ends a run of transfers that are held back to be issued together; None where none are.
+        carried_by: the name of what carries each of the channels.
     """
 
-    def __init__(
-        self,
-        world: World,
-        device: torch.device,
-        links: Mapping[Channel, Link],
-        slots: Mapping[Channel, int],
-        card: Card,
-        compare: Any,
-        timeout: float,
-        checksum: bool = False,
-    ) -> None:
-        self._checksum = checksum
-        try:
-            choice = environment.read("PYPIPE_LINK", CHOICES)
-        except ConfigurationError as error:
-            problem = f"rank {world.rank}: {error}"
-            refuse(world, problem)
-            raise ConfigurationError(problem) from None
-        card = {**card, "link": choice, "device": device.type, "group": world.group is not None}
-        links = {channel: links[channel] for channel in sorted(links)}
-        peers = {rank for link in links.values() if world.rank in _ends(link) for rank in _ends(link)}
-        # News go round in both directions, so that one rank that is stopped keeps them from nobody.
-        peers |= {(world.rank + 1) % world.size, (world.rank - 1) % world.size}
-        self.world = world
-        ways: dict[Link, str] = {}
-
-        def fit(cards: Sequence[Card]) -> None:
-            compare(cards)
-            ways.update(_ways(links.values(), cards, checksum))
-
-        meeting = meet(world, card, fit, peers - {world.rank}, timeout)
+    def __init__(self, world: World, meeting: Meeting, recorder: Recorder) -> None:
+        self._world = world
+        self._meeting = meeting
         self.hub = meeting.hub
         self.cards: Sequence[Card] = meeting.cards
-        """What each rank has said of itself."""
         self.prefix = meeting.prefix
-        """Of keys in the store that are this pipeline's."""
-        self.recorder = _recorder(world.rank, meeting.identity)
-        self.hub.set_recorder(self.recorder.core)
-        self.hub.start()
-        _hubs.add(self.hub)
+        self.recorder = recorder
         self.senders: dict[Channel, SendChannel] = {}
         self.receivers: dict[Channel, ReceiveChannel] = {}
         self.issue: Callable[[], None] | None = None
-        carriers: dict[str, Carrier] = {}
-        self._finalizer = weakref.finalize(self, _close, carriers, self.hub, self.recorder)
+        self.carried_by: dict[Channel, str] = {}
+        self._transports: list[Transport] = []
+        self._finalizer = weakref.finalize(self, _close, self._transports, self.hub, self.recorder)
+
+    def start(self) -> None:
+        """Starts the control sockets' thread; from now on the end of this process is told to the other ranks."""
+        self.hub.set_recorder(self.recorder.core)
+        self.hub.start()
+        _hubs.add(self.hub)
         _open_connections.add(self)
         _tell_at_exit()
-        try:
-            self._open(meeting, carriers, links, ways, slots, device, timeout)
-        except BaseException as error:
-            public: BaseException = error
-            if isinstance(error, _core.CoreError):
-                public = failure.convert(error, self.hub, world.rank, None, timeout, "the start of the pipeline")
-            failure.report(self.hub, world.rank, None, public, "the start of the pipeline")
-            self.close()
-            try:
-                raise public from None
-            finally:
-                del public
+
+    def patience(self, timeout: float) -> _core.Patience:
+        """How this rank waits: for how long, and how it polls.
+
+        Args:
+            timeout: seconds that any wait may take.
+        """
+        me, cards = self._world.rank, self.cards
+        here = sum(card["host"] == cards[me]["host"] for card in cards)
+        crowded = here > len(os.sched_getaffinity(0))
+        patience = _core.Patience(timeout, _SPINS_CROWDED if crowded else _SPINS_ALONE, _LONGEST_SPIN)
+        return self.hub.prolonging(patience, self._world.size)
+
+    def open(
+        self,
+        places: Sequence[Place],
+        ways: Mapping[Link, type[Transport]],
+        device: torch.device,
+        patience: _core.Patience,
+    ) -> None:
+        """Opens this rank's links and makes its channels.
+
+        Args:
+            places: all channels of the pipeline.
+            ways: what carries each link, in one order on all ranks.
+            device: where the stages of this rank live.
+            patience: how long to wait.
+        """
+        me, cards = self._world.rank, self.cards
+        for peer in self._meeting.peers:
+            if cards[peer]["host"] == cards[me]["host"]:
+                self.hub.share_record(peer, patience)
+        opened: dict[type[Transport], Transport] = {}
+        # One order on all ranks: whoever waits at a link waits for a rank that is busy with an earlier one.
+        for number, (link, way) in enumerate(ways.items()):
+            if me not in _ends(link):
+                continue
+            if way not in opened:
+                opened[way] = way(self._world, self._meeting, device, patience)
+                self._transports.append(opened[way])
+            slots = {place.number: place.slots for place in places if place.link == link}
+            opened[way].open(number, link, slots, sends=link.source_rank == me)
+        held_back = [transport.issue for transport in self._transports if transport.holds_back]
+        self.issue = held_back[0] if held_back else None  # only NCCL's does
+        for place in places:
+            if me not in _ends(place.link):
+                continue
+            transport = opened[ways[place.link]]
+            self.carried_by[place.channel] = transport.name
+            if place.link.source_rank == me:
+                self.senders[place.channel] = transport.send_channel(place)
+            else:
+                self.receivers[place.channel] = transport.receive_channel(place)
 
     def tell(self, error: BaseException) -> None:
         """Tells the other ranks what ends this rank's part outside step() and eval()."""
         if not isinstance(error, SystemExit):
             doing = "a line of its own script, outside step() and eval()"
             begun = int(json.loads(self.recorder.core.activity())["step"])
-            failure.report(self.hub, self.world.rank, None, error, doing, step=begun + 1)
+            failure.report(self.hub, self._world.rank, None, error, doing, step=begun + 1)
 
     def close(self) -> None:
         """Closes the links, says goodbye to the neighbours and closes the sockets. Idempotent; never raises."""
         self._finalizer()
         self.senders, self.receivers = {}, {}
 
-    def _open(
-        self,
-        meeting: Meeting,
-        carriers: dict[str, Carrier],
-        links: Mapping[Channel, Link],
-        ways: Mapping[Link, str],
-        slots: Mapping[Channel, int],
-        device: torch.device,
-        timeout: float,
-    ) -> None:
-        me, cards = self.world.rank, meeting.cards
-        here = sum(card["host"] == cards[me]["host"] for card in cards)
-        crowded = here > len(os.sched_getaffinity(0))
-        patience = _core.Patience(timeout, _SPINS_CROWDED if crowded else _SPINS_ALONE, _LONGEST_SPIN)
-        patience = self.hub.prolonging(patience, self.world.size)
-        for peer in meeting.peers:
-            if cards[peer]["host"] == cards[me]["host"]:
-                self.hub.share_record(peer, patience)
-        numbers = {channel: number for number, channel in enumerate(links)}
-        # One order on all ranks: whoever waits at a link waits for a rank that is busy with an earlier one.
-        for number, (link, way) in enumerate(ways.items()):
-            if me not in _ends(link):
-                continue
-            if way not in carriers:
-                carriers[way] = make(way, self.world, meeting, device, patience)
-            on_it = {numbers[channel]: slots[channel] for channel, its_link in links.items() if its_link == link}
-            carriers[way].open(number, link, on_it, sends=link.source_rank == me)
-        held = [carrier.issue for carrier in carriers.values() if carrier.holds_back]
-        self.issue = held[0] if held else None  # only NCCL's does
-        for channel, link in links.items():
-            kind = ord(channel.kind.label)
-            carrier, number, count = carriers.get(ways[link]), numbers[channel], slots[channel]
-            if me not in _ends(link) or carrier is None:
-                continue
-            if link.source_rank == me:
-                sender = carrier.send_port(link, number, count)
-                self.senders[channel] = SendChannel(sender, channel.source_stage, kind, self._checksum)
-            else:
-                receiver = carrier.receive_port(link, number, count)
-                self.receivers[channel] = ReceiveChannel(receiver, channel.source_stage, kind, self._checksum)
 
-
-def _ways(links: Iterable[Link], cards: Sequence[Card], checksum: bool) -> dict[Link, str]:
-    """Each link's carrier. All ranks decide for all links, so that what cannot be is an error on every rank."""
-    ways = {link: carrier_of(link, cards) for link in sorted(set(links))}
-    if checksum and "nccl" in ways.values():
+def _transports(links: Iterable[Link], cards: Sequence[Card], checksum: bool) -> dict[Link, type[Transport]]:
+    """What carries each link. All ranks decide for all links, so that what cannot be is an error on every rank."""
+    ways = {link: transport_of(link, cards) for link in sorted(set(links))}
+    if checksum and not all(way.through_hosts for way in ways.values()):
         raise ConfigurationError(
             'check="checksum" is for messages that pass through the hosts: over NCCL each would wait for the device; '
             "leave it out, or carry them by PYPIPE_LINK=c10d while you look for the fault"
@@ -178,11 +220,10 @@ def _ways(links: Iterable[Link], cards: Sequence[Card], checksum: bool) -> dict[
     return ways
 
 
-def _close(carriers: Mapping[str, Carrier], hub: _core.Hub, recorder: Recorder) -> None:
-    # NCCL's last: its end begins with a goodbye to all neighbours, and what others carry must be with them by then.
+def _close(transports: Sequence[Transport], hub: _core.Hub, recorder: Recorder) -> None:
     try:
-        for way in sorted(carriers, key=lambda way: way == "nccl"):
-            carriers[way].close()
+        for transport in sorted(transports, key=lambda each: each.closes_last):
+            transport.close()
     finally:
         hub.close()
         if hub.cause() is None:

@@ -8,47 +8,42 @@ saved for its backward, which then is autograd's version error and never a wrong
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pypipe.runtime.autograd.engine import enter
-from pypipe.runtime.tensor_memory import memory_parts
 from pypipe.runtime.transport import trees
-from pypipe.runtime.transport.channels import Received
 from pypipe.runtime.transport.distributed_tensors import Meshes
+from pypipe.runtime.transport.gradients import Gradients, LentGradients
+from pypipe.runtime.transport.lease import Lease
 
-__all__ = ["Handed", "LocalChannel"]
+__all__ = ["LocalChannel", "LocalLease"]
 
 
-class _Parcel:
+class _Output(NamedTuple):
     """What was handed over and not yet taken."""
 
-    __slots__ = ("batch_rows", "description", "rows", "tensors")
-
-    def __init__(self, description: trees.Description, tensors: list[Tensor], rows: int, batch_rows: int) -> None:
-        self.description = description
-        self.tensors = tensors
-        self.rows = rows
-        self.batch_rows = batch_rows
+    description: trees.Description
+    tensors: list[Tensor]
+    rows: int
+    batch_rows: int
 
 
-class Handed:
-    """What a stage got from another one of its rank; to the stage's execution, the like of `Received`."""
+class LocalLease(Lease):
+    """A message from another stage of this rank: its memory is that stage's output, which nothing overwrites."""
 
-    __slots__ = ("_entered", "_pointers", "batch_rows", "leaves", "rows", "tree")
+    __slots__ = ("_entered", "_pointers")
 
-    def __init__(self, parcel: _Parcel, meshes: Meshes | None, *, training: bool) -> None:
-        tensors = parcel.tensors
+    def __init__(self, output: _Output, meshes: Meshes | None, *, training: bool) -> None:
+        tensors = output.tensors
+        super().__init__(None, [], output.rows, output.batch_rows)
         self._pointers = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         self._entered: list[Tensor] = []
-        self.leaves: list[Tensor] = []
         entered = [self._enter(tensor) if training and tensor.requires_grad else tensor.detach() for tensor in tensors]
-        alone = parcel.description[0] == "T"
-        self.tree = entered[0] if alone else trees.rebuild(parcel.description, entered, meshes)
-        self.rows = parcel.rows
-        self.batch_rows = parcel.batch_rows
+        alone = output.description[0] == "T"
+        self.tree = entered[0] if alone else trees.rebuild(output.description, entered, meshes)
 
     def _enter(self, tensor: Tensor) -> Tensor:
         leaf = tensor.detach().requires_grad_()  # has the tensor's version counter
@@ -60,72 +55,69 @@ class Handed:
         self._entered.append(inside)
         return inside
 
-    def settle(self) -> None:
-        """After the forward: in-place changes count as changes of what the stage before returned."""
+    def after_forward(self) -> None:
+        """Counts the stage's in-place changes as changes of what the stage before has returned."""
         for inside, leaf in zip(self._entered, self.leaves, strict=True):
             if inside._version:
                 torch.autograd.graph.increment_version(leaf)
         self._entered = []
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor's memory is the one that was handed over."""
-        for part in memory_parts(tensor):  # noqa: SIM110  no generator: this runs for every microbatch
-            if part.untyped_storage().data_ptr() in self._pointers:
-                return True
+    def _holds_part(self, part: Tensor) -> bool:
+        return part.untyped_storage().data_ptr() in self._pointers
+
+    def is_kept(self) -> bool:
+        """False: nothing overwrites this memory, so it may be kept."""
         return False
 
-    def is_shared(self) -> bool:
-        """False: this memory is nobody's slot, so whoever keeps it may."""
-        return False
-
-    def release(self, *, unseen: bool = False) -> None:
-        """Forgets it."""
+    def give_back(self) -> None:
         self.tree, self.leaves, self._entered = None, [], []
+
+    def give_back_unread(self) -> None:
+        self.give_back()
 
 
 class LocalChannel:
     """Both ends of one stage boundary in one direction, within a rank."""
 
-    posts = False
-    storages_apart = True
-
     def __init__(self) -> None:
-        self._parcels: dict[int, _Parcel] = {}
+        self._outputs: dict[int, _Output] = {}
         self.meshes: Meshes | None = None
         """The receiving stage's."""
 
     def reset(self) -> None:
         """Forgets what a step that failed left behind."""
-        self._parcels = {}
+        self._outputs = {}
 
-    def send(
-        self, tree: Any, microbatch: int, rows: int, batch_rows: int, lender: Received | Handed | None = None
-    ) -> list[Tensor]:
+    def gradients(self, *, splits: bool) -> Gradients:
+        """What takes the gradients that come through this channel."""
+        return LentGradients(self, tries=False)
+
+    def send(self, tree: Any, microbatch: int, rows: int, batch_rows: int, lease: Lease | None = None) -> list[Tensor]:
         """Hands a tree over and returns its tensors in the order in which the other stage counts them.
 
         Args:
             tree: as for a SendChannel.
             microbatch, rows, batch_rows: as for a SendChannel.
-            lender: whose memory may be overwritten before the other stage is done with it: what lies there is copied.
+            lease: whose memory may be overwritten before the other stage is done with it: what lies there is copied.
 
         Raises:
             LayoutError: the tree holds something that could not be sent to another rank either.
         """
         tensors: list[Tensor] = []
         description = trees.describe(tree, tensors)
-        handed = [tensor if lender is None or not lender.holds(tensor) else _copy(tensor) for tensor in tensors]
+        handed = [tensor if lease is None or not lease.holds(tensor) else _copy(tensor) for tensor in tensors]
         if len(handed) > 1:
             handed = _apart(handed)
-        self._parcels[microbatch] = _Parcel(description, handed, rows, batch_rows)
+        self._outputs[microbatch] = _Output(description, handed, rows, batch_rows)
         return tensors
 
     def has_room(self) -> bool:
         """True: nothing waits here, and nobody asks."""
         return True
 
-    def receive(self, microbatch: int, *, training: bool) -> Handed:
+    def receive(self, microbatch: int, *, training: bool) -> LocalLease:
         """Takes what was handed over for this microbatch."""
-        return Handed(self._parcels.pop(microbatch), self.meshes, training=training)
+        return LocalLease(self._outputs.pop(microbatch), self.meshes, training=training)
 
 
 @functools.lru_cache(maxsize=256)

@@ -108,7 +108,7 @@ def wrap(module: nn.Module, wrapper: str, mesh: DeviceMesh) -> nn.Module:
         module.checkpointed = True  # type: ignore[assignment]
         wrapper = wrapper.removesuffix("_checkpoint")
     match wrapper:
-        case "ddp" | "hook" | "ddp_inside":
+        case "ddp" | "hook" | "buffers" | "ddp_inside":
             pass
         case "bucket_view":
             ddp["gradient_as_bucket_view"] = True
@@ -170,6 +170,9 @@ class Replicas:
             torch.manual_seed(7)
             sparse = case.wrapper in SPARSE
             pieces = [Piece(sparse, case.wrapper == "static_unused").double() for _ in range(count)]
+        if case.wrapper == "buffers":  # DDP sends them to all replicas before a step's first forward
+            for piece in pieces:
+                piece.register_buffer("unused", torch.zeros(2))
         self.reference = copy.deepcopy(pieces)
         self.partial = case.wrapper in ("ddp_inside", "fsdp_inside")
         held = transparency.pieces_of(case.schedule, self.place, case.pipeline)

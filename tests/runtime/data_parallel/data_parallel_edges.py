@@ -59,13 +59,22 @@ class _Faulty(nn.Module):
         super().__init__()
         self.module = module
         self.fails_at = -1
+        self.fails_in_backward = False
         self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        if self.calls == self.fails_at:
+        if self.calls != self.fails_at:
+            return self.module(x)
+        if not self.fails_in_backward:
             raise ValueError("told to")
-        return self.module(x)
+        y = self.module(x)
+        y.register_hook(_fail)
+        return y
+
+
+def _fail(_: Tensor) -> None:
+    raise ValueError("told to")
 
 
 def after_a_failure(rank: int, size: int, group: Any, wrapper: str) -> list[str]:
@@ -95,6 +104,43 @@ def after_a_failure(rank: int, size: int, group: Any, wrapper: str) -> list[str]
     replicas.zero_grad()
     replicas.step(0)
     replicas.check_gradients("the step after the failed one")
+    replicas.schedule.close()
+    return found + replicas.differences
+
+
+def one_replica_fails(rank: int, size: int, group: Any, schedule: str, wrapper: str, where: str) -> list[str]:
+    """A step or eval that fails in replica 1 only; then new schedules, and the right numbers in both replicas."""
+    replicas = Replicas(rank, size, Case(schedule, wrapper, 4, 8))
+    modules: list[nn.Module] = [_Faulty(module) for module in replicas.modules]
+    built = transparency.build(
+        replicas.place, 2, replicas.mesh["pp"].get_group(), schedule, modules, 4,
+        loss_fn=functional.mse_loss, timeout=30,
+    )  # fmt: skip
+    _, faulty = built.held[0]
+    if replicas.replica == 1 and replicas.place == (where == "forward"):
+        faulty.fails_at = {"first forward": 1, "input": 99}.get(where, 3)
+        faulty.fails_in_backward = where == "backward"
+    x, y = replicas.batch(50, replicas.replica)
+    found = []
+    try:
+        with built.schedule as running:
+            if where == "eval":
+                running.eval(x)
+            elif faulty.fails_at == 99:
+                running.step(x[:3], target=y)
+            else:
+                running.step(x, target=y)
+        # Of an eval(), and of what fails on the first rank at the end, the other ranks may have returned by then.
+        if where != "eval" and not (where == "backward" and replicas.place == 1):
+            found.append(f"rank {rank} raised nothing")
+    except (ValueError, pypipe.PipelineError) as error:
+        if replicas.replica == 0 and "another replica of the pipeline failed in this step, on global" not in str(error):
+            found.append(f"rank {rank} of the other replica says {error}")
+    replicas.zero_grad()
+    for step in range(2):
+        replicas.step(step)
+        replicas.check_gradients(f"step {step} after the failed one")
+        replicas.update()
     replicas.schedule.close()
     return found + replicas.differences
 

@@ -73,6 +73,30 @@ def test_a_step_that_fails_leaves_nothing_behind_but_what_it_says(ranks: RankPoo
 
 
 @pytest.mark.parametrize(
+    ("schedule", "wrapper", "where"),
+    [
+        ("Schedule1F1B", "ddp", "backward"),
+        ("Schedule1F1B", "ddp", "input"),
+        ("ScheduleZBH1", "buffers", "first forward"),
+        ("ScheduleGPipe", "bucket_view", "forward"),
+        ("ScheduleZBVZeroBubble", "ddp", "backward"),
+        ("ScheduleInterleaved1F1B v=2", "find_unused", "forward"),
+        ("ScheduleZBH1", "replicate", "backward"),
+        ("Schedule1F1B", "fsdp", "first forward"),
+        ("ScheduleZBVZeroBubble", "fsdp", "backward"),
+        ("ScheduleZBH1", "fsdp_nested", "input"),
+        ("Schedule1F1B", "fsdp_replicate", "forward"),
+        ("Schedule1F1B", "fsdp", "eval"),
+    ],
+)
+def test_a_failure_in_one_replica_is_an_error_in_all_and_leaves_them_in_step(
+    ranks: RankPool, schedule: str, wrapper: str, where: str
+) -> None:
+    found = [text for texts in ranks.run(4, edges.one_replica_fails, schedule, wrapper, where) for text in texts]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
     ("what", "message"),
     [
         ("unused", "no loss of this step depends on left_out, and DistributedDataParallel was not told"),

@@ -72,4 +72,4 @@ def test_a_script_without_checkpoints_is_not_warned_until_it_imports_them(tmp_pa
     done = subprocess.run([*launcher, script], cwd=tmp_path, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     (warned,) = [line for line in done.stderr.splitlines() if "NameClashWarning" in line and "train.py" in line]
-    assert "train.py:15: NameClashWarning: stages 0 and 1 both have 'bias'" in warned
+    assert "train.py:15: NameClashWarning: stages 0 and 1 both have 'weight'" in warned

@@ -30,9 +30,9 @@ class _Input:
     def holds(self, tensor: Tensor) -> bool:
         return False
 
-    def settle(self) -> None: ...
+    def after_forward(self) -> None: ...
 
-    def release(self) -> None:
+    def give_back(self) -> None:
         self._events.append(f"release {self._microbatch}")
 
 

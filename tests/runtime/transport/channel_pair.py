@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pypipe import _core
-from pypipe.runtime.transport.channels import ReceiveChannel, SendChannel
-from pypipe.runtime.transport.links.shm import CoreReceivePort, CoreSendPort
+from pypipe.runtime.transport.channel import ReceiveChannel, SendChannel
+from pypipe.runtime.transport.links.shm import ShmReceiveChannel, ShmSendChannel
 from pypipe.runtime.transport.trees import TensorSpec
 
 FORWARD, BACKWARD = ord("F"), ord("B")
@@ -226,8 +226,8 @@ class Pair:
         for number in range(channels):
             sender = _core.SendChannel(hubs[0], send_link, 1, number, slots)
             receiver = _core.ReceiveChannel(hubs[1], receive_link, 0, number, slots)
-            self.senders.append(SendChannel(CoreSendPort(sender, PATIENCE), number, FORWARD))
-            self.receivers.append(ReceiveChannel(CoreReceivePort(receiver, PATIENCE), number, FORWARD))
+            self.senders.append(ShmSendChannel(sender, PATIENCE, number, FORWARD))
+            self.receivers.append(ShmReceiveChannel(receiver, PATIENCE, number, FORWARD))
 
     @property
     def sender(self) -> SendChannel:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pypipe.errors import LayoutError, MismatchError
 from pypipe.runtime.transport import trees
-from pypipe.runtime.transport.channels import Tag
+from pypipe.runtime.transport.channel import Tag
 
 
 def round_trip(tree: Any) -> tuple[Any, list[trees.TensorSpec], list[Tensor]]:
@@ -351,17 +351,17 @@ def test_garbage_raises_a_mismatch(text: str) -> None:
 def test_a_layout_that_is_larger_than_its_message_is_refused(shape: tuple[int, ...]) -> None:
     # The message's size travels beside the layout; whatever lies behind it is not for this tensor to read.
     with channel_pair.channel_pair() as pair:
-        port = pair.sender._port
+        port = pair.sender
         handle = port.announce(trees.encode(("T", "float64", shape, None, False)), [8], 0)
-        port.send(handle, Tag(0, channel_pair.FORWARD, 0, 0, 0), [torch.ones(1, dtype=torch.float64)])
+        port.transfer(handle, Tag(0, channel_pair.FORWARD, 0, 0, 0), [torch.ones(1, dtype=torch.float64)])
         with pytest.raises(MismatchError):
             pair.receiver.receive(0, training=False)
 
 
 def test_a_layout_that_is_larger_than_its_message_but_not_than_its_slot_is_refused() -> None:
     with channel_pair.channel_pair() as pair:
-        port = pair.sender._port
+        port = pair.sender
         handle = port.announce(trees.encode(("T", "float64", (2,), None, False)), [8], 0)
-        port.send(handle, Tag(0, channel_pair.FORWARD, 0, 0, 0), [torch.ones(1, dtype=torch.float64)])
+        port.transfer(handle, Tag(0, channel_pair.FORWARD, 0, 0, 0), [torch.ones(1, dtype=torch.float64)])
         with pytest.raises(MismatchError):
             pair.receiver.receive(0, training=False)

@@ -1,11 +1,11 @@
-"""The c10d link: ports over the process group's own backend, for ranks that shared memory cannot reach.
+"""The c10d link: messages over the process group's own backend, for ranks that shared memory cannot reach.
 
 The tag of each message and its layout travel over the control socket, the bytes through isend and irecv of
 torch.distributed. So the receiver knows the size before it receives, and any backend will do.
 
 A Work of c10d can be waited for but not interrupted, so another thread waits for it, while the waiting rank watches
 the control socket, its deadline and Ctrl-C. When the pipeline fails, that thread is left to itself: it ends with its
-Work, or with the script (runtime/works.py).
+Work, or with the script (works.py).
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from torch import Tensor
 
 from pypipe import _core
 from pypipe.errors import LayoutError, PipelineError, PipelineTimeout
-from pypipe.runtime.transport.channels import Tag
+from pypipe.program import Link
+from pypipe.runtime.transport.channel import ReceiveChannel, SendChannel, Tag
+from pypipe.runtime.transport.links.transport import Ends, Place, Transport
 from pypipe.runtime.transport.links.works import Waiter, close_at_exit
 from pypipe.runtime.transport.trees import TensorSpec
 
-__all__ = ["C10dReceivePort", "C10dSendPort", "Route"]
+__all__ = ["C10dReceiveChannel", "C10dSendChannel", "C10dTransport", "Route"]
 
 _SLICE_SECONDS = 0.05
 _HUB_SECONDS = 0.5  # for the hub to learn of what the backend has met
@@ -150,10 +152,11 @@ class _Pending(NamedTuple):
     buffer: Tensor
 
 
-class C10dSendPort:
+class C10dSendChannel(SendChannel):
     """The sending end: packs a message into a buffer of its own and lets the backend take it from there."""
 
-    def __init__(self, route: Route) -> None:
+    def __init__(self, route: Route, stage: int, kind: int, checksum: bool = False) -> None:
+        super().__init__(stage, kind, checksum)
         self._route = route
         self._announcer = _core.LayoutAnnouncer(route.hub, route.peer, route.channel)
         self._waiter = Waiter()
@@ -187,7 +190,7 @@ class C10dSendPort:
         self._counters["layouts"] += 1
         return _Layout(number, tuple(offsets[:-1]), offsets[-1])
 
-    def send(self, layout: _Layout, tag: Tag, tensors: Sequence[Tensor]) -> None:
+    def transfer(self, layout: _Layout, tag: Tag, tensors: Sequence[Tensor]) -> None:
         """Packs and sends; waits only while as many messages are under way as the receiver has slots."""
         route = self._route
         for tensor in tensors:
@@ -217,13 +220,6 @@ class C10dSendPort:
             self._pending.append(_Pending(completion, buffer))
         self._counters["messages"] += 1
         self._counters["bytes"] += layout.bytes
-
-    def has_room(self) -> bool:
-        """False: this link cannot tell."""
-        return False
-
-    def finish(self) -> None:
-        """Nothing: what is under way is a copy."""
 
     def _buffer(self, size: int) -> Tensor:
         """A buffer whose last message has left, or a new one while there are fewer than slots."""
@@ -265,17 +261,11 @@ class _Slot:
         return int(self.envelope.bytes)
 
 
-class C10dReceivePort:
+class C10dReceiveChannel(ReceiveChannel):
     """The receiving end: as many buffers as the channel has slots, made when the first layout is known."""
 
-    posts = False
-    storages_apart = False
-    slots_stay = False
-
-    def post(self) -> None:
-        """Nothing: the sender may go on as soon as a slot is free."""
-
-    def __init__(self, route: Route) -> None:
+    def __init__(self, route: Route, source_stage: int, kind: int, checksum: bool = False) -> None:
+        super().__init__(source_stage, kind, checksum)
         self._route = route
         self._book = _core.LayoutBook(route.hub, route.peer, route.channel)
         self._waiter = Waiter()
@@ -313,7 +303,7 @@ class C10dReceivePort:
         layouts = self._book.received
         return {**self._counters, "slots": self._route.slots, "slot_bytes": self._slot_bytes, "layouts": layouts}
 
-    def receive(self, tag: Tag) -> _Slot:
+    def wait(self, tag: Tag) -> _Slot:
         """Waits for the message of this tag."""
         route = self._route
         envelope = route.hub.take_envelope(route.peer, route.channel, route.patience)
@@ -355,7 +345,7 @@ class C10dReceivePort:
         # Without an offset as_strided() keeps the tensor's own; one that is given counts from the storage's start.
         return flat.view(spec.shape) if spec.strides is None else flat.as_strided(spec.shape, spec.strides)
 
-    def holds(self, message: _Slot, tensor: Tensor) -> bool:
+    def lies_in(self, message: _Slot, tensor: Tensor) -> bool:
         """Whether the tensor's memory lies in the slot."""
         return tensor.untyped_storage().data_ptr() == message.buffer.untyped_storage().data_ptr()
 
@@ -366,3 +356,59 @@ class C10dReceivePort:
         if buffer.numel() < self._slot_bytes:
             buffer = torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._route.buffers)
         self._free.append(buffer)
+
+
+# Far from the tags that a trainer uses for messages of its own in the same group.
+_FIRST_TAG = 1 << 29
+
+
+class C10dTransport(Transport):
+    """torch.distributed, over the backend of the pipeline's own process group."""
+
+    name = "c10d"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._channels: list[C10dSendChannel | C10dReceiveChannel] = []
+
+    @classmethod
+    def reaches(cls, ends: Ends) -> bool:
+        return True
+
+    @classmethod
+    def problem(cls, link: Link, ends: Ends, *, chosen: bool) -> str | None:
+        if all(card["group"] for card in ends):
+            return None
+        return (
+            f"messages from rank {link.source_rank} to rank {link.target_rank} go through torch.distributed, as "
+            + ("PYPIPE_LINK=c10d asks" if chosen else "shared memory does not reach")
+            + ": call torch.distributed.init_process_group() before the first step"
+        )
+
+    def open(self, number: int, link: Link, slots: dict[int, int], *, sends: bool) -> None:
+        pass  # the process group is there already
+
+    def _route(self, peer: int, place: Place) -> Route:
+        # Pipelines of one set of ranks are numbered alike on all of them; channels of one program are few.
+        tag = _FIRST_TAG + (self._world.meetings() * 4096 + place.number) % (1 << 29)
+        # Between devices of two kinds messages go through the hosts' memory.
+        same = self._meeting.cards[peer]["device"] == self._device.type
+        buffers = self._device if same else torch.device("cpu")
+        return Route(
+            self._hub, self._world.group, peer, place.number, tag, place.slots, self._device, buffers, self._patience
+        )
+
+    def send_channel(self, place: Place) -> C10dSendChannel:
+        channel = C10dSendChannel(self._route(place.link.target_rank, place), *place.sent)
+        self._channels.append(channel)
+        return channel
+
+    def receive_channel(self, place: Place) -> C10dReceiveChannel:
+        channel = C10dReceiveChannel(self._route(place.link.source_rank, place), *place.sent)
+        self._channels.append(channel)
+        return channel
+
+    def close(self) -> None:
+        for channel in self._channels:
+            channel.close()
+        self._channels = []

@@ -1,7 +1,11 @@
-"""Ports over the core's NCCL links: tensors on GPUs, on the stream that is current when a call is made."""
+"""The NCCL link: tensors on GPUs, on the stream that is current when a call is made."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -11,11 +15,66 @@ import torch
 from torch import Tensor
 
 from pypipe import _core
-from pypipe.errors import LayoutError
-from pypipe.runtime.transport.channels import Tag
+from pypipe.errors import ConfigurationError, LayoutError
+from pypipe.program import Kind, Link
+from pypipe.runtime import environment, libraries
+from pypipe.runtime.rendezvous.meeting import read_all
+from pypipe.runtime.transport.channel import Tag
+from pypipe.runtime.transport.links.core_channels import CoreReceiveChannel, CoreSendChannel
+from pypipe.runtime.transport.links.transport import Ends, Place, Transport
 from pypipe.runtime.transport.trees import TensorSpec
 
-__all__ = ["Memory", "NcclReceivePort", "NcclSendPort", "current_stream"]
+__all__ = [
+    "Memory",
+    "NcclReceiveChannel",
+    "NcclSendChannel",
+    "NcclTransport",
+    "current_stream",
+    "max_ctas",
+    "single_communicator",
+]
+
+# NCCL's and the driver's first releases in which the host's order of calls is the order of the communicators; an older
+# driver has them run one after another, in which case a receive that is posted early stops everything behind it.
+_ORDERED_NCCL, _ORDERED_DRIVER = 22600, 12030
+
+
+def single_communicator(device: torch.device, choice_of_link: str) -> bool:
+    """Whether two ranks have one NCCL communicator for all their links, as their programs then have to know.
+
+    Args:
+        device: where the stages of this rank live.
+        choice_of_link: what PYPIPE_LINK says.
+
+    Raises:
+        ConfigurationError: PYPIPE_NCCL_COMMUNICATORS is not one of its choices.
+    """
+    choice = environment.read("PYPIPE_NCCL_COMMUNICATORS", ("auto", "link", "pair"))
+    if device.type != "cuda" and choice_of_link != "nccl":
+        return False
+    if choice != "auto":
+        return choice == "pair"
+    try:
+        return libraries.nccl().version < _ORDERED_NCCL or libraries.cuda().version < _ORDERED_DRIVER
+    except ConfigurationError:
+        return False  # said when the ranks connect, if a link is NCCL's at all
+
+
+def max_ctas() -> int:
+    """The most thread blocks of a communicator.
+
+    Raises:
+        ConfigurationError: PYPIPE_NCCL_MAX_CTAS is not such a number.
+    """
+    value = environment.read("PYPIPE_NCCL_MAX_CTAS")
+    if not (value.isascii() and value.isdigit() and 1 <= int(value) <= 64):  # NCCL's own limit
+        raise ConfigurationError(f"PYPIPE_NCCL_MAX_CTAS={value!r}: it takes a whole number, 1 to 64")
+    return int(value)
+
+
+def _transfer_limit(timeout: float) -> float:
+    """Seconds for a transfer over NCCL: a host that waits gives up first, at what it cannot do."""
+    return timeout + max(5.0, 0.1 * timeout)
 
 
 def current_stream(device: torch.device) -> int:
@@ -41,27 +100,29 @@ class Memory:
         return self._blocks[pointer]
 
 
-class NcclSendPort:
-    """The sending end: keeps what it sends until the device has sent it."""
+class NcclSendChannel(CoreSendChannel):
+    """The sending end: keeps what it sends until the device has sent it.
 
-    def __init__(self, channel: _core.SendChannel, device: torch.device, patience: _core.Patience) -> None:
-        self._channel = channel
+    Args:
+        device: where the sending stage lives.
+        core, patience, stage, kind, checksum: as for CoreSendChannel.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        core: _core.SendChannel,
+        patience: _core.Patience,
+        stage: int,
+        kind: int,
+        checksum: bool = False,
+    ) -> None:
+        super().__init__(core, patience, stage, kind, checksum)
         self._device = device
-        self._patience = patience
         self._leaving: deque[tuple[int, Sequence[Tensor]]] = deque()
         self._on_gpu = device.type == "cuda"
 
-    @property
-    def counters(self) -> dict[str, int]:
-        """What the core has counted."""
-        return self._channel.counters
-
-    def announce(self, description: str, sizes: list[int], forgotten: int) -> _core.SendLayout:
-        """Announces a layout."""
-        return self._channel.announce(description, sizes, forgotten, self._patience)
-
-    def send(self, layout: _core.SendLayout, tag: Tag, tensors: Sequence[Tensor]) -> None:
-        """Enqueues the transfer, after what the current stream holds."""
+    def transfer(self, layout: _core.SendLayout, tag: Tag, tensors: Sequence[Tensor]) -> None:
         device = self._device
         for tensor in tensors:
             if tensor.is_cuda is not self._on_gpu:
@@ -69,83 +130,62 @@ class NcclSendPort:
                     f"this stage runs on {device}, but its output has a tensor on {tensor.device}: "
                     "give PipelineStage the device that the module really uses"
                 )
-        number = self._channel.send(
-            layout,
-            tag.stage,
-            tag.kind,
-            tag.microbatch,
-            tag.rows,
-            tag.batch_rows,
-            [tensor.data_ptr() for tensor in tensors],
-            current_stream(device),
-            self._patience,
-        )
+        number = self._transfer(layout, tag, tensors, current_stream(device))
         # The allocator would hand freed memory to the compute stream, which does not wait for the link's.
         self._leaving.append((number, [tensor.detach() for tensor in tensors]))
-        sent = self._channel.sent()
+        sent = self._core.sent()
         while self._leaving and self._leaving[0][0] <= sent:
             self._leaving.popleft()
 
-    def has_room(self) -> bool:
-        """False: this link cannot tell."""
-        return False
-
     def finish(self) -> None:
-        """The current stream waits for what is still leaving."""
-        self._channel.finish(current_stream(self._device))
+        self._core.finish(current_stream(self._device))  # that stream waits for what is still leaving
 
 
-class NcclReceivePort:
-    """The receiving end."""
+class NcclReceiveChannel(CoreReceiveChannel):
+    """The receiving end.
+
+    Args:
+        memory: what the slots were allocated from.
+        device: where the receiving stage lives.
+        core, patience, source_stage, kind, checksum: as for CoreReceiveChannel.
+    """
 
     posts = True
-    storages_apart = False
-    slots_stay = False
 
     def __init__(
-        self, channel: _core.ReceiveChannel, memory: Memory, device: torch.device, patience: _core.Patience
+        self,
+        memory: Memory,
+        device: torch.device,
+        core: _core.ReceiveChannel,
+        patience: _core.Patience,
+        source_stage: int,
+        kind: int,
+        checksum: bool = False,
     ) -> None:
-        self._channel = channel
-        self._memory = memory
+        super().__init__(core, patience, source_stage, kind, checksum)
+        self._slots = memory
         self._device = device
-        self._patience = patience
 
-    @property
-    def counters(self) -> dict[str, int]:
-        """What the core has counted."""
-        return self._channel.counters
-
-    def post(self) -> None:
+    def post(self, microbatch: int) -> None:
         """Starts the receives of what has been announced, as far as slots are free."""
-        self._channel.post(current_stream(self._device), self._patience)
+        self._core.post(current_stream(self._device), self._patience)
 
-    def receive(self, tag: Tag) -> _core.Message:
+    def wait(self, tag: Tag) -> _core.Message:
         """The next message: waits for its announcement only; the current stream waits for its bytes."""
         stream = current_stream(self._device)
-        return self._channel.receive(tag.stage, tag.kind, tag.microbatch, stream, self._patience)
-
-    def description(self, layout: int) -> str:
-        """The announced description."""
-        return self._channel.description(layout, self._patience)
+        return self._core.receive(tag.stage, tag.kind, tag.microbatch, stream, self._patience)
 
     def tensor(self, message: Any, spec: TensorSpec, offset: int) -> Tensor:
-        """A fresh tensor, with a version counter of its own, on the slot's memory."""
         tensor = torch.empty(0, dtype=spec.dtype, device=self._device)
         if spec.numel == 0:
             return tensor.new_empty(spec.shape)
         memory: int = message.memory
         start = (message.pointer - memory + offset) // spec.dtype.itemsize
         strides = spec.strides if spec.strides is not None else _contiguous(spec.shape)
-        return tensor.set_(self._memory.block(memory).untyped_storage(), start, spec.shape, strides)
-
-    def holds(self, message: Any, tensor: Tensor) -> bool:
-        """Whether the tensor's memory lies in the slot."""
-        offset: int = tensor.data_ptr() - message.pointer
-        return bool(0 <= offset < message.bytes)
+        return tensor.set_(self._slots.block(memory).untyped_storage(), start, spec.shape, strides)
 
     def release(self, message: Any) -> None:
-        """Gives the slot back, after what the current stream holds."""
-        self._channel.release(message, current_stream(self._device))
+        self._core.release(message, current_stream(self._device))  # after what that stream holds
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -154,3 +194,111 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= size
     return tuple(reversed(strides))
+
+
+class NcclTransport(Transport):
+    """NCCL between GPUs."""
+
+    name = "nccl"
+    through_hosts = False
+    closes_last = (
+        True  # its end begins with a goodbye to all neighbours, and what others carry must be with them by then
+    )
+
+    _MIN_CTAS = 1
+    _CLOSING_SECONDS = 10.0
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        device = self._device
+        self._prefix = self._meeting.prefix
+        self._memory = Memory(device)
+        self._links: dict[Link, Any] = {}
+        self._edges: dict[Any, _core.NcclEdge] = {}
+        self.holds_back = single_communicator(device, environment.read("PYPIPE_LINK"))
+        self._group = _core.NcclGroup() if self.holds_back else None
+        self._watchdog: _core.NcclWatchdog | None = None
+        self._cuda = libraries.cuda()
+        self._nccl = libraries.nccl()
+        if (problem := libraries.one_queue()) is not None:
+            warnings.warn(problem, RuntimeWarning, stacklevel=2)
+        # Before 2.26 NCCL knows no order among communicators; from then on the host's order counts, where this is set
+        # (2.31 has it per communicator, which the core sets).
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            torch.cuda.current_stream(device)  # makes the device's context current on this thread
+
+    @classmethod
+    def reaches(cls, ends: Ends) -> bool:
+        return all(card["device"] == "cuda" for card in ends)
+
+    @classmethod
+    def problem(cls, link: Link, ends: Ends, *, chosen: bool) -> str | None:
+        return None  # libraries that are missing are said when they are opened
+
+    def open(self, number: int, link: Link, slots: dict[int, int], *, sends: bool) -> None:
+        edge = self._edge(number, link)
+        args = (self._hub, link.target_rank if sends else link.source_rank, number, edge, self._memory.allocate)
+        if sends:
+            self._links[link] = _core.NcclSendLink(*args, self._group)
+        else:
+            self._links[link] = _core.NcclReceiveLink(*args, list(slots.items()), self._group)
+
+    def _edge(self, number: int, link: Link) -> _core.NcclEdge:
+        """The link's own communicator; with a group, the one of its two ranks, made for the first of their links."""
+        ends = [link.source_rank, link.target_rank]
+        key: Any = link
+        name = f"pypipe {'F' if link.kind is Kind.F else 'B'} {ends[0]}>{ends[1]}"
+        if self._group is not None:
+            ends.sort()
+            key = tuple(ends)
+            name = f"pypipe {ends[0]}-{ends[1]}"
+        if key in self._edges:
+            return self._edges[key]
+        where = f"{self._prefix}/nccl/{number}"
+        rank = ends.index(self._world.rank)
+        if rank == 0:
+            self._world.publish(where, self._nccl.unique_id().hex())
+        deadline = time.monotonic() + self._patience.timeout
+        unique_id = bytes.fromhex(read_all(self._world, self._prefix, {ends[0]: where}, deadline)[ends[0]])
+        edge = self._edges[key] = _core.NcclEdge(
+            self._cuda,
+            self._nccl,
+            unique_id,
+            rank,
+            _core.NcclTraffic.ONE_WAY if self._group is None else _core.NcclTraffic.BOTH_WAYS,
+            name,
+            self._MIN_CTAS,
+            max_ctas(),
+            self._patience,
+        )
+        return edge
+
+    def issue(self) -> None:
+        if self._group is not None:
+            self._group.issue(self._patience)
+
+    def _watch(self) -> None:
+        if self._watchdog is None:
+            edges = list(self._edges.values())
+            self._watchdog = _core.NcclWatchdog(
+                self._hub, edges, _transfer_limit(self._patience.timeout), self._world.size
+            )
+
+    def send_channel(self, place: Place) -> NcclSendChannel:
+        self._watch()
+        core = _core.SendChannel(self._hub, self._links[place.link], place.link.target_rank, place.number, place.slots)
+        return NcclSendChannel(self._device, core, self._patience, *place.sent)
+
+    def receive_channel(self, place: Place) -> NcclReceiveChannel:
+        self._watch()
+        source = place.link.source_rank
+        core = _core.ReceiveChannel(self._hub, self._links[place.link], source, place.number, place.slots)
+        return NcclReceiveChannel(self._memory, self._device, core, self._patience, *place.sent)
+
+    def close(self) -> None:
+        if self._watchdog is not None:
+            with contextlib.suppress(Exception):
+                self._watchdog.close(_core.Patience(self._CLOSING_SECONDS))
+        self._links, self._edges, self._group = {}, {}, None

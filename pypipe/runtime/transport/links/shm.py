@@ -1,4 +1,4 @@
-"""Ports over the core's channels: CPU tensors through shared memory."""
+"""The shared memory link: CPU tensors between processes of one host, through the core."""
 
 from __future__ import annotations
 
@@ -10,85 +10,116 @@ from torch import Tensor
 
 from pypipe import _core
 from pypipe.errors import LayoutError
-from pypipe.runtime.transport.channels import Tag
+from pypipe.program import Link
+from pypipe.runtime.transport.channel import IncomingLayout, Tag
+from pypipe.runtime.transport.gradients import Gradients, LentGradients
+from pypipe.runtime.transport.links.core_channels import CoreReceiveChannel, CoreSendChannel
+from pypipe.runtime.transport.links.transport import Ends, Place, Transport
 from pypipe.runtime.transport.trees import TensorSpec
 
-__all__ = ["CoreReceivePort", "CoreSendPort"]
+__all__ = ["ShmReceiveChannel", "ShmSendChannel", "ShmTransport"]
 
 _HOST = 0  # the stream of a CPU
 
 
-class CoreSendPort:
-    """The sending end of a channel of the core."""
+class ShmSendChannel(CoreSendChannel):
+    """The sending end: one copy, into a free slot of the receiver."""
 
-    def __init__(self, channel: _core.SendChannel, patience: _core.Patience) -> None:
-        self._channel = channel
-        self._patience = patience
-        self.has_room: Callable[[], bool] = channel.has_room
-        """Whether a slot is free."""
+    def __init__(
+        self, core: _core.SendChannel, patience: _core.Patience, stage: int, kind: int, checksum: bool = False
+    ) -> None:
+        super().__init__(core, patience, stage, kind, checksum)
+        self.has_room: Callable[[], bool] = core.has_room  # one call less a message
 
-    @property
-    def counters(self) -> dict[str, int]:
-        """What the core has counted."""
-        return self._channel.counters
-
-    def announce(self, description: str, sizes: list[int], forgotten: int) -> _core.SendLayout:
-        """Announces a layout; grows the slots where it needs more room."""
-        return self._channel.announce(description, sizes, forgotten, self._patience)
-
-    def send(self, layout: _core.SendLayout, tag: Tag, tensors: Sequence[Tensor]) -> None:
-        """Copies the tensors into a free slot of the receiver."""
+    def transfer(self, layout: _core.SendLayout, tag: Tag, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             if not tensor.is_cpu:
                 raise LayoutError(
                     f"this stage runs on the CPU, but its output has a tensor on {tensor.device}: "
                     "give PipelineStage the device that the module really uses"
                 )
-        self._channel.send(
-            layout,
-            tag.stage,
-            tag.kind,
-            tag.microbatch,
-            tag.rows,
-            tag.batch_rows,
-            [tensor.data_ptr() for tensor in tensors],
-            _HOST,
-            self._patience,
+        self._transfer(layout, tag, tensors, _HOST)
+
+
+class ShmReceiveChannel(CoreReceiveChannel):
+    """The receiving end.
+
+    A message's tensors are views of its slot, and new objects. torch's operations take several times as long right
+    after a stage has run, which has taken the caches. So a tensor on each slot is kept, of which a message's is the
+    detached copy, in one operation; and what a leaf takes more is made while there is time, before the slot's next
+    message is waited for.
+    """
+
+    def __init__(
+        self,
+        core: _core.ReceiveChannel,
+        patience: _core.Patience,
+        source_stage: int,
+        kind: int,
+        checksum: bool = False,
+    ) -> None:
+        super().__init__(core, patience, source_stage, kind, checksum)
+        self._layout: IncomingLayout | None = None  # that tensors are kept and made ahead for
+        self._last: Any = None  # message
+        self._memory = 0  # that these slots lie in
+        self._kept: dict[int, list[Tensor]] = {}  # by slot
+        self._ahead: dict[int, tuple[list[Tensor], list[Tensor]]] = {}  # tensors and leaves, by slot
+        self._keeps = False
+
+    def begin(self, *, training: bool) -> None:
+        super().begin(training=training)
+        # Only if tensors are now what they would be later: no mode changes them.
+        self._keeps = (
+            training
+            and torch.is_grad_enabled()
+            and not torch.is_inference_mode_enabled()
+            and torch._C._len_torch_dispatch_stack() == 0
+            and torch._C._len_torch_function_stack() == 0
         )
 
-    def finish(self) -> None:
-        """Nothing: send() has read what it sent."""
+    def gradients(self, *, splits: bool) -> Gradients:
+        return LentGradients(self, tries=splits)
 
+    def wait(self, tag: Tag) -> _core.Message:
+        last, layout = self._last, self._layout
+        if last is not None and layout is not None and self._keeps:
+            self._last = None
+            tensors = self._copies_on_slot(last, layout)
+            self._ahead[last.pointer] = tensors, layout.enter(tensors)
+        return self._core.receive(tag.stage, tag.kind, tag.microbatch, _HOST, self._patience)
 
-class CoreReceivePort:
-    """The receiving end of a channel of the core."""
+    def _open(
+        self, message: Any, layout: IncomingLayout, *, training: bool
+    ) -> tuple[list[Tensor], list[Tensor], object | None]:
+        if not self._keeps:
+            return super()._open(message, layout, training=training)
+        if layout is not self._layout:
+            self._layout = layout
+            self._forget()
+        if not (training and layout.has_leaves):
+            return self._copies_on_slot(message, layout), [], self._kept
+        self._last = message
+        made = self._ahead.pop(message.pointer, None)
+        if made is not None:
+            return *made, self._kept
+        tensors = self._copies_on_slot(message, layout)
+        return tensors, layout.enter(tensors), self._kept
 
-    posts = False
-    storages_apart = True
-    slots_stay = True
+    def _copies_on_slot(self, message: Any, layout: IncomingLayout) -> list[Tensor]:
+        kept = self._kept.get(message.pointer)
+        if kept is None:
+            if message.memory != self._memory:  # the slots have grown: let go of the old ones
+                self._memory = message.memory
+                self._forget()
+            kept = self._kept[message.pointer] = self._on_slot(message, layout)
+        return [tensor.detach() for tensor in kept]
 
-    def post(self) -> None:
-        """Nothing: the sender may go on as soon as a slot is free."""
-
-    def __init__(self, channel: _core.ReceiveChannel, patience: _core.Patience) -> None:
-        self._channel = channel
-        self._patience = patience
-
-    @property
-    def counters(self) -> dict[str, int]:
-        """What the core has counted."""
-        return self._channel.counters
-
-    def receive(self, tag: Tag) -> _core.Message:
-        """Waits for the message."""
-        return self._channel.receive(tag.stage, tag.kind, tag.microbatch, _HOST, self._patience)
-
-    def description(self, layout: int) -> str:
-        """The announced description."""
-        return self._channel.description(layout, self._patience)
+    def _forget(self) -> None:
+        self._kept = {}  # a new one: messages that are still in use have the old one
+        self._ahead = {}
+        self._last = None
 
     def tensor(self, message: Any, spec: TensorSpec, offset: int) -> Tensor:
-        """A fresh tensor, with a version counter of its own, on the slot's memory."""
         if spec.numel == 0:
             return torch.empty(spec.shape, dtype=spec.dtype)
         flat = torch.frombuffer(message, dtype=spec.dtype, count=spec.numel, offset=offset)
@@ -97,11 +128,46 @@ class CoreReceivePort:
         # In place, so it is no view to autograd (a stage may detach_() it), and one operation instead of two.
         return flat if len(spec.shape) == 1 else flat.resize_(spec.shape)
 
-    def holds(self, message: Any, tensor: Tensor) -> bool:
-        """Whether the tensor's memory lies in the slot."""
-        holds: bool = message.holds(tensor.data_ptr())
-        return holds
-
     def release(self, message: Any) -> None:
-        """Returns the slot's credit to the sender."""
-        self._channel.release(message, _HOST)
+        self._core.release(message, _HOST)
+
+
+class ShmTransport(Transport):
+    """Shared memory between the CPU processes of one host."""
+
+    name = "shm"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._links: dict[Link, Any] = {}
+
+    @classmethod
+    def reaches(cls, ends: Ends) -> bool:
+        return ends[0]["host"] == ends[1]["host"] and all(card["device"] == "cpu" for card in ends)
+
+    @classmethod
+    def problem(cls, link: Link, ends: Ends, *, chosen: bool) -> str | None:
+        if cls.reaches(ends):
+            return None
+        return (
+            f"PYPIPE_LINK=shm, but shared memory does not reach from rank {link.source_rank} to rank "
+            f"{link.target_rank}: they are on different hosts, or a stage is not on the CPU"
+        )
+
+    def open(self, number: int, link: Link, slots: dict[int, int], *, sends: bool) -> None:
+        kind = _core.ShmSendLink if sends else _core.ShmReceiveLink
+        peer = link.target_rank if sends else link.source_rank
+        self._links[link] = kind(self._hub, peer, number, sum(slots.values()), self._patience)
+
+    def send_channel(self, place: Place) -> ShmSendChannel:
+        core = _core.SendChannel(self._hub, self._links[place.link], place.link.target_rank, place.number, place.slots)
+        return ShmSendChannel(core, self._patience, *place.sent)
+
+    def receive_channel(self, place: Place) -> ShmReceiveChannel:
+        core = _core.ReceiveChannel(
+            self._hub, self._links[place.link], place.link.source_rank, place.number, place.slots
+        )
+        return ShmReceiveChannel(core, self._patience, *place.sent)
+
+    def close(self) -> None:
+        self._links = {}  # the kernel frees the memory with its last mapping

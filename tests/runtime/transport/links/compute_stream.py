@@ -14,15 +14,15 @@ import functools
 import math
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from pypipe.runtime.transport import channels
-from pypipe.runtime.transport.channels import Tag
-from pypipe.runtime.transport.links import nccl, registry
+from pypipe.runtime.transport.channel import Tag
+from pypipe.runtime.transport.lease import Lease
+from pypipe.runtime.transport.links import nccl
 
 
 @functools.cache
@@ -31,7 +31,7 @@ def _lease_type(size: int) -> Any:
 
 
 class ComputeStream:
-    """The stream, and the ports that use it. One for each process: streams cost a thread."""
+    """The stream, and the channels that use it. One for each process: streams cost a thread."""
 
     def __init__(self, emulator: Any, cuda_library: str) -> None:
         self.emulator = emulator
@@ -101,12 +101,16 @@ class ComputeStream:
             for where, name, value in (
                 (nccl, "current_stream", lambda device: self.handle),
                 (nccl.Memory, "allocate", lambda memory, size: _registered(memory, self.allocate(size))),
-                (registry, "NcclSendPort", lambda *a: _SendPort(self, *a)),
-                (registry, "NcclReceivePort", lambda *a: _ReceivePort(self, *a)),
-                (channels.ReceiveChannel, "receive", _receive),
+                (nccl, "NcclSendChannel", lambda *a: _SendChannel(self, *a)),
+                (nccl, "NcclReceiveChannel", lambda *a: _ReceiveChannel(self, *a)),
             ):
                 stack.enter_context(patch.object(where, name, value))
             yield
+
+
+# As they are without a patch.
+_NcclSendChannel: TypeAlias = nccl.NcclSendChannel
+_NcclReceiveChannel: TypeAlias = nccl.NcclReceiveChannel
 
 
 def _registered(memory: Any, block: Tensor) -> Tensor:
@@ -114,13 +118,13 @@ def _registered(memory: Any, block: Tensor) -> Tensor:
     return block
 
 
-class _SendPort(nccl.NcclSendPort):
+class _SendChannel(_NcclSendChannel):
     def __init__(self, compute: ComputeStream, *args: Any) -> None:
         super().__init__(*args)
         self._compute = compute
 
-    def send(self, layout: Any, tag: Tag, tensors: Sequence[Tensor]) -> None:
-        super().send(layout, tag, [self._compute.made(tensor) for tensor in tensors])
+    def transfer(self, layout: Any, tag: Tag, tensors: Sequence[Tensor]) -> None:
+        super().transfer(layout, tag, [self._compute.made(tensor) for tensor in tensors])
 
     def finish(self) -> None:
         super().finish()
@@ -131,13 +135,13 @@ class _SendPort(nccl.NcclSendPort):
                     self._compute.writes(tensor.data_ptr(), size, "the caller, after the step")
 
 
-class _ReceivePort(nccl.NcclReceivePort):
+class _ReceiveChannel(_NcclReceiveChannel):
     def __init__(self, compute: ComputeStream, *args: Any) -> None:
         super().__init__(*args)
         self.compute = compute
 
-    def receive(self, tag: Tag) -> Any:
-        message = super().receive(tag)
+    def wait(self, tag: Tag) -> Any:
+        message = super().wait(tag)
         self.compute.emulator.settle(self.compute.handle)  # the host is about to do what compute would
         self.compute.reads(message.pointer, message.size, f"first use of {tag.microbatch}")
         return message
@@ -146,21 +150,14 @@ class _ReceivePort(nccl.NcclReceivePort):
         self.compute.reads(message.pointer, message.size, "last use")
         super().release(message)
 
+    def receive(self, microbatch: int, *, training: bool) -> Lease:
+        """A backward reads what a forward saved of its input."""
+        lease = super().receive(microbatch, training=training)
+        for leaf in lease.leaves:
+            data, size = leaf.data_ptr(), math.prod(leaf.shape) * leaf.element_size()
 
-_original_receive = channels.ReceiveChannel.receive
+            def used(_: Tensor, data: int = data, size: int = size) -> None:
+                self.compute.reads(data, size, "backward")
 
-
-def _receive(channel: channels.ReceiveChannel, microbatch: int, *, training: bool) -> channels.Received:
-    """A backward reads what a forward saved of its input."""
-    received = _original_receive(channel, microbatch, training=training)
-    port = channel.port
-    if not isinstance(port, _ReceivePort):  # of another carrier: the host's memory
-        return received
-    for leaf in received.leaves:
-        data, size = leaf.data_ptr(), math.prod(leaf.shape) * leaf.element_size()
-
-        def used(_: Tensor, data: int = data, size: int = size) -> None:
-            port.compute.reads(data, size, "backward")
-
-        leaf.register_post_accumulate_grad_hook(used)
-    return received
+            leaf.register_post_accumulate_grad_hook(used)
+        return lease

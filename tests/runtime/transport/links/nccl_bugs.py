@@ -31,7 +31,7 @@ def _around(method: Any) -> Any:
     return planted
 
 
-_receive, _release, _send = nccl.NcclReceivePort.receive, nccl.NcclReceivePort.release, nccl.NcclSendPort.send
+_receive, _release, _send = nccl.NcclReceiveChannel.wait, nccl.NcclReceiveChannel.release, nccl.NcclSendChannel.transfer
 
 
 def _receive_and_release(port: Any, tag: Any) -> Any:
@@ -47,15 +47,15 @@ def _send_and_forget(port: Any, *args: Any) -> None:
 
 BUGS: dict[str, list[tuple[Any, str, Any]]] = {
     "none": [],
-    "no wait before a send": [(nccl.NcclSendPort, "send", _around(_send))],
-    "no wait before a use": [(nccl.NcclReceivePort, "receive", _around(_receive))],
+    "no wait before a send": [(nccl.NcclSendChannel, "transfer", _around(_send))],
+    "no wait before a use": [(nccl.NcclReceiveChannel, "wait", _around(_receive))],
     "a slot given back before its last use": [
-        (nccl.NcclReceivePort, "receive", _receive_and_release),
-        (nccl.NcclReceivePort, "release", lambda port, message: None),
+        (nccl.NcclReceiveChannel, "wait", _receive_and_release),
+        (nccl.NcclReceiveChannel, "release", lambda port, message: None),
     ],
-    "a slot given back without its last reader's event": [(nccl.NcclReceivePort, "release", _around(_release))],
-    "a tensor freed before it was sent": [(nccl.NcclSendPort, "send", _send_and_forget)],
-    "a tensor overwritten after the step": [(nccl.NcclSendPort, "finish", lambda port: None)],
+    "a slot given back without its last reader's event": [(nccl.NcclReceiveChannel, "release", _around(_release))],
+    "a tensor freed before it was sent": [(nccl.NcclSendChannel, "transfer", _send_and_forget)],
+    "a tensor overwritten after the step": [(nccl.NcclSendChannel, "finish", lambda port: None)],
 }
 
 

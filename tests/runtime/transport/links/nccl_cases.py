@@ -17,8 +17,8 @@ from models import make, twins, unpipelined
 from torch import nn
 
 import pypipe
-from pypipe.runtime.transport.channels import Tag
-from pypipe.runtime.transport.links import registry
+from pypipe.runtime.transport.channel import Tag
+from pypipe.runtime.transport.links import nccl
 
 
 @functools.cache
@@ -143,7 +143,7 @@ def dies(rank: int, size: int, group: Any, what: str) -> str:
     x = torch.randn(8, 4, dtype=torch.float64)
     # A transfer that hangs is to be told by the watchdog, before any host that waits gives up.
     limit = 1.0 if what == "hang" else 60.0
-    with patch.object(registry, "_transfer_limit", lambda timeout: limit):
+    with patch.object(nccl, "_transfer_limit", lambda timeout: limit):
         schedule.step(x, target=x)
     if rank == 1:
         emulator.fault(f"{what}@{emulator.operations() + 3}")
@@ -169,13 +169,13 @@ def beside_an_empty_one(rank: int, size: int, group: Any) -> list[str]:
     tensor = torch.frombuffer((ctypes.c_char * 10).from_address(memory.value), dtype=torch.uint8).fill_(7)
     loop = self_loop.SelfLoop(torch.device("cpu"))
     try:
-        sender, receiver = loop.ports(2)
+        sender, receiver = loop.channel(2)
         tag = Tag(0, self_loop.FORWARD, 0, 0, 0)
         layout = sender.announce("{}", [10, 0], 0)
-        receiver.post()
-        sender.send(layout, tag, [tensor, torch.empty(0, dtype=torch.uint8)])
+        receiver.post(0)
+        sender.transfer(layout, tag, [tensor, torch.empty(0, dtype=torch.uint8)])
         loop.issue()
-        receiver.release(receiver.receive(tag))
+        receiver.release(receiver.wait(tag))
         sender.finish()
     finally:
         loop.close()

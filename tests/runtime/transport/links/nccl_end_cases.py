@@ -17,7 +17,7 @@ from torch.nn import functional
 from transparency import TOLERANCE, difference
 
 import pypipe
-from pypipe.runtime.transport.links import registry
+from pypipe.runtime.transport.links import nccl
 
 CPU = torch.device("cpu")
 
@@ -72,7 +72,7 @@ def with_a_transfer_that_hangs(rank: int, size: int, group: Any) -> tuple[str, s
     """Rank 1 closes although its last send never ends. Returns what the step and the next one raised."""
     emulator, compute = control(), compute_stream()
     emulator.reset_counters()
-    with compute.installed(), patch.object(registry._Nccl, "_CLOSING_SECONDS", 0.5):
+    with compute.installed(), patch.object(nccl.NcclTransport, "_CLOSING_SECONDS", 0.5):
         schedule = _schedule(rank, size, group)
         x = _batch()
         schedule.step(x, target=x)
@@ -91,7 +91,7 @@ def interrupted_close(rank: int, size: int, group: Any) -> str:
     emulator, compute = control(), compute_stream()
     emulator.reset_counters()
     raised = ""
-    with compute.installed(), patch.object(registry._Nccl, "_CLOSING_SECONDS", 300.0):
+    with compute.installed(), patch.object(nccl.NcclTransport, "_CLOSING_SECONDS", 300.0):
         schedule = _schedule(rank, size, group)
         x = _batch()
         schedule.step(x, target=x)
@@ -113,7 +113,7 @@ def while_others_step(rank: int, size: int, group: Any, how: str) -> str:
     """Rank 1 leaves instead of making its second step; what the others raise: at once, or this ends in minutes."""
     emulator, compute = control(), compute_stream()
     emulator.reset_counters()
-    with compute.installed(), patch.object(registry._Nccl, "_CLOSING_SECONDS", 300.0):
+    with compute.installed(), patch.object(nccl.NcclTransport, "_CLOSING_SECONDS", 300.0):
         schedule = _schedule(rank, size, group)
         x = _batch()
         schedule.step(x, target=x)

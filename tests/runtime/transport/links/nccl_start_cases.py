@@ -1,4 +1,4 @@
-"""How pipelines over the NCCL link start: beside other carriers, and what they refuse or warn of."""
+"""How pipelines over the NCCL link start: beside other transports, and what they refuse or warn of."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ import pypipe
 from pypipe import base_schedule as schedule_module
 from pypipe.program import Link
 from pypipe.runtime.transport import connection
+from pypipe.runtime.transport.links.registry import TRANSPORTS
+from pypipe.runtime.transport.links.transport import Transport
 
 CPU = torch.device("cpu")
 
@@ -27,15 +29,15 @@ CPU = torch.device("cpu")
 def _carried(ways: Sequence[str]) -> Iterator[None]:
     """Links between ranks i and j go the way number min(i, j), as between GPUs, CPUs and hosts of all kinds."""
 
-    def carrier_of(link: Link, cards: object) -> str:
-        return ways[min(link.source_rank, link.target_rank) % len(ways)]
+    def transport_of(link: Link, cards: object) -> type[Transport]:
+        return TRANSPORTS[ways[min(link.source_rank, link.target_rank) % len(ways)]]
 
-    with patch.object(connection, "carrier_of", carrier_of):
+    with patch.object(connection, "transport_of", transport_of):
         yield
 
 
 def mixed(rank: int, size: int, group: Any, ways: Sequence[str], cases: list[tuple[int, Any]]) -> list[str]:
-    """As nccl_cases.seeds, where each pair of ranks has a carrier of its own."""
+    """As nccl_cases.seeds, where each pair of ranks has a transport of its own."""
     emulator, compute = control(), compute_stream()
     found: list[str] = []
     for seed, case in cases:

@@ -19,8 +19,7 @@ from pypipe.program import Kind
 from pypipe.runtime import libraries
 from pypipe.runtime.batch.batch import Batch, ChunkSpecs
 from pypipe.runtime.step.stage_execution import StageExecution
-from pypipe.runtime.transport.channels import ReceiveChannel, SendChannel
-from pypipe.runtime.transport.links.nccl import Memory, NcclReceivePort, NcclSendPort
+from pypipe.runtime.transport.links.nccl import Memory, NcclReceiveChannel, NcclSendChannel
 
 FORWARD, BACKWARD = ord("F"), ord("B")
 
@@ -49,7 +48,9 @@ class SelfLoop:
         self._memory = Memory(device)
         self._links: list[Any] = []
 
-    def ports(self, slots: int, *, backwards: bool = False) -> tuple[NcclSendPort, NcclReceivePort]:
+    def channel(
+        self, slots: int, stage: int = 0, kind: int = FORWARD, *, backwards: bool = False
+    ) -> tuple[NcclSendChannel, NcclReceiveChannel]:
         """The two ends of a new channel on a link of its own."""
         number = len(self._links)
         here, there = reversed(self.hubs) if backwards else self.hubs
@@ -62,8 +63,8 @@ class SelfLoop:
         sender = _core.SendChannel(here, send_link, there_rank(backwards), number, slots)
         receiver = _core.ReceiveChannel(there, receive_link, here_rank(backwards), number, slots)
         return (
-            NcclSendPort(sender, self.device, self.patience),
-            NcclReceivePort(receiver, self._memory, self.device, self.patience),
+            NcclSendChannel(self.device, sender, self.patience, stage, kind),
+            NcclReceiveChannel(self._memory, self.device, receiver, self.patience, stage, kind),
         )
 
     def issue(self) -> None:
@@ -113,8 +114,8 @@ def train(device: torch.device, model: str, n_stages: int, n_microbatches: int, 
 
 def _stages(loop: SelfLoop, modules: Sequence[Any], loss_fn: Any, n_microbatches: int) -> list[StageExecution]:
     last = len(modules) - 1
-    forward = [loop.ports(n_microbatches) for _ in range(last)]
-    backward = [loop.ports(n_microbatches, backwards=True) for _ in range(last)]
+    forward = [loop.channel(n_microbatches, number, FORWARD) for number in range(last)]
+    backward = [loop.channel(n_microbatches, number + 1, BACKWARD, backwards=True) for number in range(last)]
     return [
         StageExecution(
             module,
@@ -123,10 +124,10 @@ def _stages(loop: SelfLoop, modules: Sequence[Any], loss_fn: Any, n_microbatches
             loss=loss_fn,
             scale_grads=True,
             splits=False,
-            receive_forward=ReceiveChannel(forward[number - 1][1], number - 1, FORWARD) if number else None,
-            send_forward=SendChannel(forward[number][0], number, FORWARD) if number < last else None,
-            receive_backward=ReceiveChannel(backward[number][1], number + 1, BACKWARD) if number < last else None,
-            send_backward=SendChannel(backward[number - 1][0], number, BACKWARD) if number else None,
+            receive_forward=forward[number - 1][1] if number else None,
+            send_forward=forward[number][0] if number < last else None,
+            receive_backward=backward[number][1] if number < last else None,
+            send_backward=backward[number - 1][0] if number else None,
         )
         for number, module in enumerate(modules)
     ]

@@ -1,4 +1,4 @@
-"""How a pipeline over NCCL starts: beside other carriers, with old libraries, and what every rank refuses alike."""
+"""How a pipeline over NCCL starts: beside other transports, with old libraries, and what every rank refuses alike."""
 
 from __future__ import annotations
 

@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from pypipe import _core
 from pypipe.errors import LayoutError
 from pypipe.runtime.transport import trees
-from pypipe.runtime.transport.channels import Received
+from pypipe.runtime.transport.lease import Lease
 
 
-def check(sent: Any, received: Received) -> None:
+def check(sent: Any, received: Lease) -> None:
     assert not channel_pair.difference(sent, received.tree)
     assert channel_pair.identities(sent) == channel_pair.identities(received.tree)
 
 
-def pass_on(pair: Pair, tree: Any, microbatch: int = 0, *, training: bool = False) -> Received:
+def pass_on(pair: Pair, tree: Any, microbatch: int = 0, *, training: bool = False) -> Lease:
     pair.sender.send(tree, microbatch, 1, 1)
     return pair.receiver.receive(microbatch, training=training)
 
@@ -45,7 +45,7 @@ def test_any_sequence_of_trees_arrives_whatever_the_order_of_releases(
     shared: Pair, trees_to_send: list[Any], data: st.DataObject
 ) -> None:
     # One channel for all examples, so that layouts and slots have any history.
-    held: list[tuple[Any, Received]] = []
+    held: list[tuple[Any, Lease]] = []
     under_way: deque[tuple[int, Any]] = deque()
     waiting = deque(enumerate(trees_to_send))
     try:
@@ -68,12 +68,12 @@ def test_any_sequence_of_trees_arrives_whatever_the_order_of_releases(
                     try:
                         check(tree, received)  # nothing that came since has touched it
                     finally:
-                        received.release()
+                        received.give_back()
     finally:
         for _, received in held:
-            received.release()
+            received.give_back()
         for microbatch, _ in under_way:
-            shared.receiver.receive(microbatch, training=False).release()
+            shared.receiver.receive(microbatch, training=False).give_back()
 
 
 @settings(max_examples=20, deadline=None)
@@ -89,7 +89,7 @@ def test_shapes_that_grow_and_shrink_at_any_message_arrive(
         try:
             check((tensor, number), received)
         finally:
-            received.release()
+            received.give_back()
         assert shared.receiver.counters["slot_bytes"] >= before
         before = shared.receiver.counters["slot_bytes"]
 
@@ -102,14 +102,14 @@ def test_two_threads_pass_any_sequence_of_trees(trees_to_send: list[Any], slots:
     with channel_pair.channel_pair(slots) as pair:
 
         def receive() -> None:
-            held: list[Received] = []
+            held: list[Lease] = []
             try:
                 for number, tree in enumerate(trees_to_send):
                     received = pair.receiver.receive(number, training=False)
                     problems.extend(filter(None, [channel_pair.difference(tree, received.tree)]))
                     held.append(received)
                     while len(held) == slots or (held and random.random() < 0.5):
-                        held.pop(random.randrange(len(held))).release()
+                        held.pop(random.randrange(len(held))).give_back()
             except Exception as error:
                 problems.append(repr(error))
 
@@ -125,7 +125,7 @@ def test_two_threads_pass_any_sequence_of_trees(trees_to_send: list[Any], slots:
 def test_slots_are_made_once_and_serve_smaller_messages_too() -> None:
     with channel_pair.channel_pair(slots=2) as pair:
         for size in [4000, 10, 1, 0, 4000, 3999, 17] * 3:
-            pass_on(pair, torch.ones(size)).release()
+            pass_on(pair, torch.ones(size)).give_back()
         for counters in (pair.sender.counters, pair.receiver.counters):
             assert counters["allocations"] == 1
             assert counters["slots"] == 2
@@ -136,12 +136,12 @@ def test_slots_are_made_once_and_serve_smaller_messages_too() -> None:
 
 def test_slots_grow_when_needed_and_do_not_shrink_to_and_fro() -> None:
     with channel_pair.channel_pair(slots=2) as pair:
-        pass_on(pair, torch.ones(10)).release()
-        pass_on(pair, torch.ones(100_000)).release()
+        pass_on(pair, torch.ones(10)).give_back()
+        pass_on(pair, torch.ones(100_000)).give_back()
         grown = pair.receiver.counters
         assert grown["allocations"] == 2
         for size in [10, 100_000] * 10:
-            pass_on(pair, torch.ones(size)).release()
+            pass_on(pair, torch.ones(size)).give_back()
         after = pair.receiver.counters
         assert (after["allocations"], after["slot_bytes"]) == (grown["allocations"], grown["slot_bytes"])
         assert pair.sender.counters["allocations"] == 2
@@ -150,7 +150,7 @@ def test_slots_grow_when_needed_and_do_not_shrink_to_and_fro() -> None:
 def test_sizes_that_creep_upwards_cost_few_allocations() -> None:
     with channel_pair.channel_pair(slots=1) as pair:
         for size in range(1, 20_001, 100):
-            pass_on(pair, torch.ones(size)).release()
+            pass_on(pair, torch.ones(size)).give_back()
         assert pair.receiver.counters["allocations"] <= 8 * 5 + 1
         assert pair.receiver.counters["slot_bytes"] <= 80_000 * 1.125 + 4096
 
@@ -160,11 +160,11 @@ def test_a_slot_that_is_in_use_while_others_grow_keeps_its_bytes() -> None:
         small = pass_on(pair, torch.arange(5), 0)
         large = pass_on(pair, torch.arange(5000), 1)
         larger = pass_on(pair, torch.arange(50_000), 2)
-        small.release()
+        small.give_back()
         again = pass_on(pair, torch.arange(7), 3)
         for received, count in ((large, 5000), (larger, 50_000), (again, 7)):
             check(torch.arange(count), received)
-            received.release()
+            received.give_back()
         assert pair.receiver.counters["alive"] == 0
         assert pair.receiver.counters["most_alive"] == 3
 
@@ -174,7 +174,7 @@ def test_more_layouts_than_a_channel_keeps_are_forgotten_at_both_ends_and_may_co
         for number in [*range(300), *range(300), *range(295, 305), 0, 0, 299]:
             received = pass_on(pair, (number, torch.full((1,), number)), number)
             check((number, torch.full((1,), number)), received)
-            received.release()
+            received.give_back()
         assert len(pair.sender._layouts) == 256
         assert len(pair.receiver._layouts) <= 512
         assert pair.sender.counters["layouts"] == pair.receiver.counters["layouts"] == 300 + 300 + 5 + 1
@@ -184,8 +184,8 @@ def test_more_layouts_than_a_channel_keeps_are_forgotten_at_both_ends_and_may_co
 def test_a_layout_that_is_forgotten_while_its_message_is_under_way_still_arrives() -> None:
     with channel_pair.channel_pair(slots=2) as pair:
         for number in range(255):
-            pass_on(pair, number, 0).release()
-        pass_on(pair, "last", 0).release()
+            pass_on(pair, number, 0).give_back()
+        pass_on(pair, "last", 0).give_back()
         pair.sender.send(0, 1, 0, 0)  # a known layout ...
         pair.sender.send("new", 2, 0, 0)  # ... that this one makes the sender forget
         check(0, pair.receiver.receive(1, training=False))
@@ -205,7 +205,7 @@ def test_a_received_tensor_is_the_slots_memory_and_no_copy() -> None:
             assert first.holds(tensor)
         assert not first.holds(torch.ones(3))
         addresses = [tensor.data_ptr() for tensor in tensors]
-        first.release()
+        first.give_back()
         second = pass_on(pair, [torch.randn(5), torch.randn(3, 4).t()])
         assert [tensor.data_ptr() for tensor in second.tree] == addresses
         assert all(a is not b for a, b in zip(second.tree, tensors, strict=True))
@@ -219,7 +219,7 @@ def test_hooks_on_a_received_tensor_do_not_meet_the_next_one() -> None:
             received.tree.register_hook(lambda _, number=number: calls.append(number))
             (received.tree * 2).sum().backward()
             assert torch.equal(received.leaves[0].grad, torch.full((2,), 2.0))
-            received.release()
+            received.give_back()
         assert calls == [0, 1, 2]
 
 
@@ -236,7 +236,7 @@ def test_a_tensor_that_is_kept_for_a_backward_beyond_its_release_raises_the_vers
         received = pass_on(pair, [tree, torch.ones(1, requires_grad=True)], training=True)
         x = received.tree[0]
         kept = (weight * (x[0] if x.dim() == 2 else x)).sum()
-        received.release()
+        received.give_back()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             kept.backward()
 
@@ -248,7 +248,7 @@ def test_a_tensor_whose_backward_is_done_before_the_release_raises_nothing() -> 
             received = pass_on(pair, torch.full((3,), float(number), requires_grad=True), training=True)
             (weight * received.tree).sum().backward()
             assert torch.equal(received.leaves[0].grad, torch.full((3,), 2.0))
-            received.release()
+            received.give_back()
         assert torch.equal(weight.grad, torch.full((3,), 0.0 + 1 + 2 + 3))
 
 
@@ -276,7 +276,7 @@ def test_only_tensors_that_need_a_gradient_at_the_sender_need_one_at_the_receive
             "c": False,
         }
         assert len(received.leaves) == 1
-        received.release()
+        received.give_back()
         received = pass_on(pair, tree, training=False)
         assert not any(tensor.requires_grad for tensor in received.tree.values())
         assert received.leaves == []
@@ -294,11 +294,11 @@ def test_a_kept_alias_is_seen_whatever_other_layouts_come_meanwhile() -> None:
             aliases.append(tensor.detach())
             messages.append(received)
             del tensor
-        assert [received.is_shared() for received in messages] == [True] * 3
+        assert [received.is_kept() for received in messages] == [True] * 3
         aliases.clear()
-        assert [received.is_shared() for received in messages] == [False] * 3
+        assert [received.is_kept() for received in messages] == [False] * 3
         for received in messages:
-            received.release(unseen=True)
+            received.give_back_unread()
 
 
 def test_a_channel_tells_whether_a_message_would_be_sent_at_once() -> None:
@@ -310,19 +310,19 @@ def test_a_channel_tells_whether_a_message_would_be_sent_at_once() -> None:
             assert pair.sender.has_room() == (microbatch == 0)
             received.append(pair.receiver.receive(microbatch, training=False))
         assert not pair.sender.has_room()
-        received[0].release()
+        received[0].give_back()
         assert pair.sender.has_room()
         pair.sender.send(torch.ones(3000), 2, 1, 1)  # in larger slots; one of the old ones is still in use
         assert not pair.sender.has_room()
-        received[1].release()
+        received[1].give_back()
         assert pair.sender.has_room()
 
 
 def test_a_released_slot_is_given_back_once() -> None:
     with channel_pair.channel_pair(slots=1) as pair:
         received = pass_on(pair, torch.ones(1))
-        received.release()
-        received.release()
+        received.give_back()
+        received.give_back()
         assert pair.receiver.counters["alive"] == 0
         assert not received.holds(torch.ones(1))
         check(torch.zeros(1), pass_on(pair, torch.zeros(1)))
@@ -338,10 +338,10 @@ def test_memory_that_somebody_still_looks_at_stays_mapped_after_the_channel_is_g
 
 def test_slots_that_were_outgrown_are_unmapped() -> None:
     with channel_pair.channel_pair(slots=1) as pair:
-        pass_on(pair, torch.ones(10)).release()
+        pass_on(pair, torch.ones(10)).give_back()
         before, descriptors = channel_pair.shared_mappings(), len(os.listdir("/proc/self/fd"))
         for size in (10_000, 100_000, 1_000_000):
-            pass_on(pair, torch.ones(size)).release()
+            pass_on(pair, torch.ones(size)).give_back()
         gc.collect()
         assert channel_pair.shared_mappings() <= before
         assert len(os.listdir("/proc/self/fd")) <= descriptors
@@ -359,7 +359,7 @@ def test_everything_goes_when_the_channels_go() -> None:
     before = state()
     for _ in range(3):
         with channel_pair.channel_pair(slots=2, channels=2) as pair:
-            pass_on(pair, torch.ones(100)).release()
+            pass_on(pair, torch.ones(100)).give_back()
             pass_on(pair, torch.ones(100_000))
         del pair
         gc.collect()
@@ -398,12 +398,12 @@ def test_a_message_of_the_other_channel_of_a_link_is_a_mismatch() -> None:
 @given(st.lists(st.tuples(st.integers(0, 1), channel_pair.trees(most_leaves=3)), min_size=2, max_size=10), st.data())
 def test_two_channels_over_one_link_never_mix(messages: list[tuple[int, Any]], data: st.DataObject) -> None:
     with channel_pair.channel_pair(slots=2, channels=2) as pair:
-        held: list[list[tuple[Any, Received]]] = [[], []]
+        held: list[list[tuple[Any, Lease]]] = [[], []]
         for number, (channel, tree) in enumerate(messages):
             if len(held[channel]) == 2:
                 sent, received = held[channel].pop(data.draw(st.integers(0, 1)))
                 check(sent, received)
-                received.release()
+                received.give_back()
             pair.senders[channel].send(tree, number, number, 100)
             received = pair.receivers[channel].receive(number, training=False)
             assert received.rows == number
@@ -426,7 +426,7 @@ def test_a_tree_that_cannot_be_sent_leaves_the_channel_as_it_was() -> None:
 
 def test_a_description_that_is_too_long_is_refused_with_a_remedy_and_leaves_the_channel_as_it_was() -> None:
     with channel_pair.channel_pair(slots=1) as pair:
-        pass_on(pair, 1).release()
+        pass_on(pair, 1).give_back()
         with pytest.raises(
             (LayoutError, _core.CoreError), match="send long lists of numbers and long strings as tensors"
         ):
@@ -448,7 +448,7 @@ def test_messages_without_any_bytes_arrive() -> None:
         for tree in [(), None, torch.empty(0), [torch.empty(0, 3), {"a": torch.empty(2, 0)}], "text", 5]:
             received = pass_on(pair, tree, training=True)
             check(tree, received)
-            received.release()
+            received.give_back()
 
 
 def test_receiving_under_inference_mode_works_and_so_does_training_afterwards() -> None:
@@ -458,7 +458,7 @@ def test_receiving_under_inference_mode_works_and_so_does_training_afterwards() 
             received = pass_on(pair, tree)
             check(tree, received)
             assert received.tree[0].is_inference()
-            received.release()
+            received.give_back()
         received = pass_on(pair, tree, training=True)
         (received.tree[0] * received.tree[1]).sum().backward()
         assert received.leaves[0].grad.tolist() == [0.0, 1.0, 2.0]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pypipe.runtime.transport.channels import Received
+from pypipe.runtime.transport.lease import Lease
 
 
 def _begin(pair: Pair, *, training: bool) -> None:
@@ -21,7 +21,7 @@ def _begin(pair: Pair, *, training: bool) -> None:
     pair.receiver.begin(training=training)
 
 
-def _pass_on(pair: Pair, tree: Any, microbatch: int = 0, *, training: bool = True) -> Received:
+def _pass_on(pair: Pair, tree: Any, microbatch: int = 0, *, training: bool = True) -> Lease:
     pair.sender.send(tree, microbatch, 1, 1)
     return pair.receiver.receive(microbatch, training=training)
 
@@ -43,7 +43,7 @@ def test_whatever_was_made_ahead_a_message_is_what_was_sent_and_new(
     with channel_pair.channel_pair(slots=3) as pair:
         for training, numbers in steps:
             _begin(pair, training=training)
-            held: list[tuple[Any, Received]] = []
+            held: list[tuple[Any, Lease]] = []
             with torch.set_grad_enabled(training):
                 for microbatch, number in enumerate(numbers):
                     tree = pool[number % len(pool)]
@@ -53,12 +53,12 @@ def test_whatever_was_made_ahead_a_message_is_what_was_sent_and_new(
                     if len(held) == pair.slots or data.draw(st.booleans()):
                         tree, received = held.pop(data.draw(st.integers(0, len(held) - 1)))
                         assert not channel_pair.difference(tree, received.tree)
-                        received.release()
+                        received.give_back()
             for _, received in held:
-                received.release()
+                received.give_back()
 
 
-def _check(tree: Any, received: Received, training: bool, seen: list[Tensor]) -> None:
+def _check(tree: Any, received: Lease, training: bool, seen: list[Tensor]) -> None:
     assert not channel_pair.difference(tree, received.tree)
     wanted = [tensor.requires_grad and training for tensor in _tensors(tree)]
     assert [tensor.requires_grad for tensor in _tensors(received.tree)] == wanted
@@ -76,7 +76,7 @@ def test_gradients_of_several_messages_in_one_slot_do_not_meet() -> None:
             received = _pass_on(pair, x, microbatch)
             (received.tree * (microbatch + 1)).sum().backward()
             assert received.leaves[0].grad.tolist() == [microbatch + 1.0] * 3
-            received.release()
+            received.give_back()
 
 
 class _Mode(TorchDispatchMode):
@@ -98,20 +98,20 @@ def test_a_mode_sees_the_tensors_of_the_step_that_it_is_on_in() -> None:
             mode = _Mode()
             with mode:
                 _begin(pair, training=True)
-                _pass_on(pair, x).release()
+                _pass_on(pair, x).give_back()
             assert any("_unsafe_view" in name for name in mode.seen), step
             _begin(pair, training=True)
-            _pass_on(pair, x).release()
+            _pass_on(pair, x).give_back()
         with torch.inference_mode():
             _begin(pair, training=False)
             received = _pass_on(pair, x, training=False)
             assert received.tree.is_inference()
-            received.release()
+            received.give_back()
         _begin(pair, training=True)
         received = _pass_on(pair, x)
         assert not received.tree.is_inference()
         assert received.tree.requires_grad
-        received.release()
+        received.give_back()
 
 
 def test_slots_that_an_eval_outgrew_are_let_go_by_the_next_step() -> None:
@@ -121,10 +121,10 @@ def test_slots_that_an_eval_outgrew_are_let_go_by_the_next_step() -> None:
         for size in (100, 10_000, 1_000_000):
             _begin(pair, training=False)
             with torch.no_grad():
-                _pass_on(pair, torch.ones(size), training=False).release()
+                _pass_on(pair, torch.ones(size), training=False).give_back()
             _begin(pair, training=True)
             for microbatch in range(3):
-                _pass_on(pair, x, microbatch).release()
+                _pass_on(pair, x, microbatch).give_back()
             gc.collect()
             mapped.append(channel_pair.shared_mappings())
         assert mapped == [mapped[0]] * 3
@@ -135,10 +135,10 @@ def test_what_was_made_ahead_does_not_keep_outgrown_slots() -> None:
         _begin(pair, training=True)
         small, large = torch.ones(1000), torch.ones(100_000)
         for microbatch in range(4):
-            _pass_on(pair, small, microbatch).release()
+            _pass_on(pair, small, microbatch).give_back()
         gc.collect()
         before = channel_pair.shared_mappings()
         for microbatch in range(4):
-            _pass_on(pair, large, microbatch).release()
+            _pass_on(pair, large, microbatch).give_back()
         gc.collect()
         assert channel_pair.shared_mappings() <= before

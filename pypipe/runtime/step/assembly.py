@@ -1,0 +1,241 @@
+"""From what a pipeline is built of to what runs: the ranks meet, and stages, channels and executors are made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pypipe.errors import ConfigurationError
+from pypipe.program import Channel, Kind, Program
+from pypipe.runtime.data_parallel.wrappers import Wrapper, find_wrappers
+from pypipe.runtime.rendezvous import agreement
+from pypipe.runtime.rendezvous.equal_parameters import describe_parameters
+from pypipe.runtime.rendezvous.meeting import Card, refuse
+from pypipe.runtime.rendezvous.state_names import NameClash, find_clash, sketch
+from pypipe.runtime.step.executor import Executor
+from pypipe.runtime.step.fitting import Fitted
+from pypipe.runtime.step.model_copies import ModelCopies, copy_channels
+from pypipe.runtime.step.refused import refused_module
+from pypipe.runtime.step.settings import Settings
+from pypipe.runtime.step.stage_execution import StageExecution
+from pypipe.runtime.transport.channel import ReceiveChannel, SendChannel
+from pypipe.runtime.transport.connection import Connection, connect
+from pypipe.runtime.transport.local import LocalChannel
+
+__all__ = ["Running", "assemble"]
+
+
+@dataclass
+class Running:
+    """What there is on one rank once the ranks have met.
+
+    Attributes:
+        connection: to the other ranks.
+        fitted: the programs, with what stages do together with their data-parallel replicas.
+        stages: this rank's, by their number in the program.
+        wrapped: which wrappers each of this rank's modules had.
+        executors: by whether they train.
+        copies: where the pipeline holds two of the model.
+        clash: of names in `state_dict`s, if there is one.
+        holds_first, holds_last: whether one of the stages is the first or the last of its chain.
+    """
+
+    connection: Connection
+    fitted: Fitted
+    stages: dict[int, StageExecution]
+    wrapped: list[list[int]]
+    executors: dict[bool, Executor]
+    copies: ModelCopies | None
+    clash: NameClash | None
+    holds_first: bool
+    holds_last: bool
+
+    @property
+    def program(self) -> Program | None:
+        """What step() runs."""
+        verified = self.fitted.training or self.fitted.forward_only
+        return verified.program if verified else None
+
+
+def assemble(settings: Settings) -> Running:
+    """Meets the other ranks and makes what runs.
+
+    Raises:
+        ConfigurationError: the ranks' settings or stages do not fit together; the same on all of them.
+        PeerLost: a rank's process has ended.
+        PipelineTimeout: a rank did not come.
+    """
+    program = settings.program
+    slots = _slots(settings)
+    wrappers = _find_wrappers(settings)
+    links = {channel: program.link_of(channel) for channel in slots} if program is not None else {}
+    connection = connect(
+        settings.world,
+        settings.device,
+        links,
+        slots,
+        _card(settings, wrappers),
+        agreement.comparison(program, settings.fitted.misfit),
+        settings.timeout,
+        checksum="checksum" in settings.checks,
+    )
+    assert program is not None  # the comparison has seen to it
+    fitted = _with_stage_actions(settings.fitted, program, connection.cards)
+    rank = settings.world.rank
+    held = agreement.held_stages(program, rank, [piece for piece, _ in settings.pieces])
+    stages = _make_stages(settings, program, connection, held, wrappers)
+    copies = None
+    if len(program.chains) > 1:
+        modules = {stage: settings.pieces[position][1] for stage, position in held.items()}
+        copies = ModelCopies(program, rank, modules, connection.senders, connection.receivers)
+    return Running(
+        connection,
+        fitted,
+        stages,
+        identities(wrappers),
+        {
+            training: Executor(verified.program, rank, stages, connection.recorder, connection.issue)
+            for training, verified in ((False, fitted.forward_only), (True, fitted.training))
+            if verified is not None
+        },
+        copies,
+        find_clash(settings.pieces, _state_names(connection.cards)),
+        any(program.previous_stage(stage) is None for stage in held),
+        any(program.next_stage(stage) is None for stage in held),
+    )
+
+
+def identities(wrappers: Sequence[Sequence[Wrapper]]) -> list[list[int]]:
+    """What tells whether each module's wrappers are still the same ones."""
+    return [[wrapper.identity() for wrapper in found] for found in wrappers]
+
+
+def _card(settings: Settings, wrappers: Sequence[Sequence[Wrapper]]) -> Card:
+    """What this rank tells the others of itself."""
+    program = settings.program
+    card = {
+        **settings.card,
+        "stages": [piece for piece, _ in settings.pieces],
+        "n_microbatches": settings.n_microbatches,
+        "program": program.digest() if program is not None else None,
+        "loss_fn": settings.loss is not None,
+        "scale_grads": settings.scale_grads,
+        "check": sorted(settings.checks),
+        "state_names": [sketch(module) for _, module in settings.pieces],
+        "data_parallel": [[bool(found), any(each.shards for each in found)] for found in wrappers],
+    }
+    if program is not None and len(program.chains) > 1:
+        card["copies"] = [describe_parameters(module) for _, module in settings.pieces]
+    return card
+
+
+def _state_names(cards: Sequence[Card]) -> list[tuple[int, str]]:
+    return [entry for card in cards for entry in zip(card["stages"], card["state_names"], strict=True)]
+
+
+def _make_stages(
+    settings: Settings,
+    program: Program,
+    connection: Connection,
+    held: dict[int, int],
+    wrappers: Sequence[Sequence[Wrapper]],
+) -> dict[int, StageExecution]:
+    rank = settings.world.rank
+    local = _local_channels(program, rank)
+    senders: dict[Channel, SendChannel | LocalChannel] = {**connection.senders, **local}
+    receivers: dict[Channel, ReceiveChannel | LocalChannel] = {**connection.receivers, **local}
+    stages = {}
+    for stage, position in held.items():
+        piece, module = settings.pieces[position]
+        before, after = program.previous_stage(stage), program.next_stage(stage)
+        stages[stage] = StageExecution(
+            module,
+            f"rank {rank}, stage {piece}",
+            last=after is None,
+            loss=settings.loss,
+            scale_grads=settings.scale_grads,
+            splits=any(action.kind is Kind.I and action.stage == stage for action in program.ranks[rank]),
+            wrappers=wrappers[position],
+            get_mesh=settings.get_mesh[position],
+            receive_forward=None if before is None else receivers.get(Channel(Kind.F, before, stage)),
+            send_forward=None if after is None else senders.get(Channel(Kind.F, stage, after)),
+            receive_backward=None if after is None else receivers.get(Channel(Kind.B, after, stage)),
+            send_backward=None if before is None else senders.get(Channel(Kind.B, stage, before)),
+        )
+        stages[stage].find_nan = "nan" in settings.checks
+    return stages
+
+
+def _find_wrappers(settings: Settings) -> list[list[Wrapper]]:
+    """What wraps the parameters of each of this rank's modules.
+
+    Raises:
+        ConfigurationError: something that cannot be used in a stage.
+    """
+    wrappers = [find_wrappers(module) for _, module in settings.pieces]
+    everywhere = [wrapper.identity() for found in wrappers for wrapper in found]
+    others = settings.world.others()
+    for (piece, module), found in zip(settings.pieces, wrappers, strict=True):
+        problem = refused_module(module, others)
+        if problem is None:
+            problem = next((problem for wrapper in found if (problem := wrapper.problem()) is not None), None)
+        copied = settings.program is not None and len(settings.program.chains) > 1
+        if copied and any(wrapper.shards for wrapper in found):
+            problem = (
+                "fully_shard in a stage of a schedule that adds up the gradients of two copies of each parameter: "
+                "use DistributedDataParallel there, or ScheduleDualPipeV"
+            )
+        if any(everywhere.count(wrapper.identity()) > 1 for wrapper in found):
+            problem = (
+                "one DistributedDataParallel or fully_shard is in two stages of this rank, so it cannot tell when "
+                "the gradients of one are complete: wrap the stages apart"
+            )
+        if problem is not None:
+            text = f"rank {settings.world.rank}, stage {piece}: {problem}"
+            refuse(settings.world, text)
+            raise ConfigurationError(text)
+    return wrappers
+
+
+def _slots(settings: Settings) -> dict[Channel, int]:
+    """For each channel of the program, how many slots it gets."""
+    slots: dict[Channel, int] = {}
+    for verified in (settings.fitted.forward_only, settings.fitted.training):
+        if verified is None:
+            continue
+        for channel, count in verified.slots.items():
+            # The verifier counts the messages that are in use at once. With one slot more, the next message
+            # arrives while they are; without, its transfer would wait for a backward and then be waited for.
+            # So 1F1B's forward channel from rank i has min(M, P - i) slots. (A gradient's slot may also be lost
+            # to somebody who keeps the gradient: one more, however few there are.)
+            microbatches = len(verified.program.microbatches_of(channel.target_stage))
+            most = microbatches if channel.kind is Kind.F else count + 1
+            slots[channel] = max(min(count + 1, most), slots.get(channel, 0))
+    if settings.program is not None:
+        slots.update(dict.fromkeys(copy_channels(settings.program), 2))
+    return slots
+
+
+def _with_stage_actions(fitted: Fitted, program: Program, cards: Sequence[Card]) -> Fitted:
+    """The programs, with what the stages of all ranks do together with their replicas."""
+    reduced: set[int] = set()
+    sharded: set[int] = set()
+    for rank, card in enumerate(cards):
+        for stage, position in agreement.held_stages(program, rank, card["stages"]).items():
+            reduces, shards = card["data_parallel"][position]
+            if reduces:
+                reduced.add(stage)
+            if shards:
+                sharded.add(stage)
+    return fitted.with_stage_actions(reduced=reduced, sharded=sharded)
+
+
+def _local_channels(program: Program, rank: int) -> dict[Channel, LocalChannel]:
+    """The boundaries between two stages of this rank."""
+    channels = {}
+    for stage, holder in enumerate(program.placement):
+        after = program.next_stage(stage)
+        if holder == rank and after is not None and program.placement[after] == rank:
+            channels[Channel(Kind.F, stage, after)] = LocalChannel()
+            channels[Channel(Kind.B, after, stage)] = LocalChannel()
+    return channels

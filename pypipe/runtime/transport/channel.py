@@ -1,0 +1,296 @@
+"""Channels: a tree of tensors goes in at one stage and comes out at the next.
+
+A channel remembers the layouts that it has met. A tree of a known layout costs one hash; a new one is announced to the
+other end before the message that has it. What is the same over every link is here; how bytes move is what a link's own
+classes add (`links/`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from pypipe import _core
+from pypipe.errors import MismatchError
+from pypipe.runtime.autograd.engine import enter
+from pypipe.runtime.diagnostics.checks import checksums, compare_checksums
+from pypipe.runtime.transport import trees
+from pypipe.runtime.transport.distributed_tensors import Meshes
+from pypipe.runtime.transport.gradients import CopiedGradients, Gradients
+from pypipe.runtime.transport.lease import Lease, SlotLease
+
+__all__ = ["IncomingLayout", "Message", "ReceiveChannel", "SendChannel", "Tag"]
+
+# Layouts that one channel keeps at both ends; the oldest is forgotten first.
+_MOST_LAYOUTS = 256
+
+
+class Tag(NamedTuple):
+    """What travels with a message, and is checked or used by the receiver."""
+
+    stage: int  # the sender's
+    kind: int  # ord("F"), in eval() ord("f"), or ord("B")
+    microbatch: int
+    rows: int  # of this microbatch; 0 where the batch has none
+    batch_rows: int
+
+
+class Message(Protocol):
+    """A message that lies in a slot."""
+
+    @property
+    def layout(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def batch_rows(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+
+def _kinds(kind: int) -> tuple[int, int]:
+    """How messages of this kind say that they are of an eval(), and of a step()."""
+    return ord(chr(kind).lower()), ord(chr(kind).upper())
+
+
+class _Outgoing(NamedTuple):
+    handle: Any
+    strides: tuple[tuple[int, ...] | None, ...]
+
+
+class SendChannel(ABC):
+    """The sending end of one stage boundary in one direction.
+
+    Args:
+        stage: which one sends.
+        kind: ord("F") or ord("B").
+        checksum: whether one more tensor travels, with a checksum of each of the others.
+    """
+
+    def __init__(self, stage: int, kind: int, checksum: bool = False) -> None:
+        self._checksum = checksum
+        self._stage = stage
+        self._kinds = _kinds(kind)
+        self._kind = kind
+        self._layouts: dict[trees.Description, _Outgoing] = {}
+
+    @abstractmethod
+    def announce(self, description: str, sizes: list[int], forgotten: int) -> Any:
+        """Tells the other end of a layout.
+
+        Args:
+            description: as trees.encode() makes it.
+            sizes: of its tensors, in bytes.
+            forgotten: the `id` of a layout that will not be used again; 0: none.
+
+        Returns:
+            A handle, which has an `id`.
+        """
+
+    @abstractmethod
+    def transfer(self, layout: Any, tag: Tag, tensors: Sequence[Tensor]) -> None:
+        """Sends dense tensors of an announced layout. On a CPU they may be overwritten once the call returns."""
+
+    @property
+    @abstractmethod
+    def counters(self) -> dict[str, int]:
+        """Messages, bytes, layouts, allocations, slots, slot_bytes so far."""
+
+    def has_room(self) -> bool:
+        """Whether a message would find a slot free, as far as the link can tell: never waits."""
+        return False
+
+    def finish(self) -> None:
+        """Ends a step.
+
+        What the current stream gets from now on may overwrite all that was sent, such as an input that a stage has
+        passed on unchanged.
+        """
+
+    def begin(self, *, training: bool) -> None:
+        """Begins a step. Messages say whether it is one of step() or of eval(): ranks must not mix them."""
+        self._kind = self._kinds[training]
+
+    def send(self, tree: Any, microbatch: int, rows: int, batch_rows: int, lease: Lease | None = None) -> list[Tensor]:
+        """Sends a tree and returns its tensors in the order in which the other end counts them.
+
+        Args:
+            tree: of tensors, numbers, strings and None.
+            microbatch: which one it is of.
+            rows, batch_rows: the microbatch's and the batch's share of the data, in rows.
+            lease: whose memory tensors of the tree may lie in; they are sent before it is given back.
+
+        Raises:
+            LayoutError: the tree holds something that cannot be sent.
+        """
+        tensors: list[Tensor] = []
+        description = trees.describe(tree, tensors)
+        if len(tensors) == 1 and not self._checksum:  # the common case, without bookkeeping
+            layout = self._layouts.get(description) or self._announce(description)
+            only = trees.as_sent(tensors[0], layout.strides[0])
+            self.transfer(layout.handle, Tag(self._stage, self._kind, microbatch, rows, batch_rows), (only,))
+            return tensors
+        sums: Tensor | None = None
+        if self._checksum:
+            sums = torch.zeros(len(tensors), dtype=torch.int64)
+            description = ("tuple", (description, trees.describe(sums, tensors)))
+        layout = self._layouts.get(description) or self._announce(description)
+        sent = [trees.as_sent(tensor, strides) for tensor, strides in zip(tensors, layout.strides, strict=True)]
+        if sums is not None:
+            sums.copy_(torch.tensor(checksums(sent[:-1]), dtype=torch.int64))
+        self.transfer(layout.handle, Tag(self._stage, self._kind, microbatch, rows, batch_rows), sent)
+        return tensors if sums is None else tensors[:-1]
+
+    def _announce(self, description: trees.Description) -> _Outgoing:
+        forgotten = 0
+        if len(self._layouts) >= _MOST_LAYOUTS:
+            forgotten = self._layouts.pop(next(iter(self._layouts))).handle.id
+        specs = trees.tensor_specs(description)
+        handle = self.announce(trees.encode(description), [spec.bytes for spec in specs], forgotten)
+        layout = self._layouts[description] = _Outgoing(handle, tuple(spec.strides for spec in specs))
+        return layout
+
+
+class IncomingLayout:
+    """A layout as its receiver uses it."""
+
+    __slots__ = ("description", "has_leaves", "is_tensor", "offsets", "specs")
+
+    def __init__(
+        self, description: trees.Description, specs: tuple[trees.TensorSpec, ...], offsets: tuple[int, ...]
+    ) -> None:
+        self.description = description
+        self.specs = specs
+        self.offsets = offsets
+        self.is_tensor: bool = description[0] == "T"  # and nothing around it
+        self.has_leaves = any(spec.requires_grad for spec in specs)
+
+    def enter(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Makes leaves of the tensors that required gradients at the sender, and has `tensors` begin a graph there.
+
+        Returns:
+            The leaves, in the layout's order.
+        """
+        leaves = []
+        for position, spec in enumerate(self.specs):
+            if spec.requires_grad:
+                leaf = tensors[position].requires_grad_()
+                leaves.append(leaf)
+                tensors[position] = enter(leaf)
+        return leaves
+
+
+class ReceiveChannel(ABC):
+    """The receiving end of one stage boundary in one direction.
+
+    Args:
+        source_stage: which one sends.
+        kind: ord("F") or ord("B").
+        checksum: whether messages carry checksums.
+    """
+
+    posts: ClassVar[bool] = False
+    """Whether post() does anything. Where it does not, a slot's release is all that its sender waits for."""
+
+    def __init__(self, source_stage: int, kind: int, checksum: bool = False) -> None:
+        self._checksum = checksum
+        self._source_stage = source_stage
+        self._kinds = _kinds(kind)
+        self._kind = kind
+        self._layouts: dict[int, IncomingLayout] = {}
+        self.meshes: Meshes | None = None
+        """The receiving stage's."""
+        self._early: dict[int, Any] = {}
+
+    @abstractmethod
+    def wait(self, tag: Tag) -> Any:
+        """Waits for the next message, which must carry this tag's stage, kind and microbatch; returns a `Message`."""
+
+    @abstractmethod
+    def description(self, layout: int) -> str:
+        """The description that was announced for a layout, by its `id`."""
+
+    @abstractmethod
+    def tensor(self, message: Any, spec: trees.TensorSpec, offset: int) -> Tensor:
+        """A new tensor on the slot's memory, with a version counter of its own."""
+
+    @abstractmethod
+    def lies_in(self, message: Any, tensor: Tensor) -> bool:
+        """Whether the tensor's memory lies in the message's slot."""
+
+    @abstractmethod
+    def release(self, message: Any) -> None:
+        """Gives the slot back to the sender."""
+
+    @property
+    @abstractmethod
+    def counters(self) -> dict[str, int]:
+        """Messages, bytes, layouts, allocations, slots, slot_bytes, alive, most_alive so far."""
+
+    def gradients(self, *, splits: bool) -> Gradients:
+        """What takes the gradients that come through this channel.
+
+        Args:
+            splits: whether the stage's backwards are split.
+        """
+        return CopiedGradients(self)
+
+    def begin(self, *, training: bool) -> None:
+        """Begins a step, whose messages must say of it what this says."""
+        self._kind = self._kinds[training]
+
+    def post(self, microbatch: int) -> None:
+        """RECV: lets one more receive start, into a free slot."""
+
+    def take(self, microbatch: int) -> None:
+        """Waits for a message before it is used: its link carries it ahead of one that is used first."""
+        self._early[microbatch] = self.wait(Tag(self._source_stage, self._kind, microbatch, 0, 0))
+
+    def receive(self, microbatch: int, *, training: bool) -> Lease:
+        """Waits for the message of this microbatch.
+
+        Args:
+            microbatch: which one must come next, unless it was taken already.
+            training: whether tensors that require gradients at the sender get leaves here.
+        """
+        message = self._early.pop(microbatch, None) if self._early else None
+        if message is None:
+            message = self.wait(Tag(self._source_stage, self._kind, microbatch, 0, 0))
+        layout = self._layouts.get(message.layout)
+        if layout is None:
+            layout = self._learn(message)
+        tensors, leaves, beside = self._open(message, layout, training=training)
+        if layout.is_tensor:
+            return SlotLease(self, message, tensors[0], tensors, leaves, beside)
+        if self._checksum:
+            action = f"{self._source_stage}SEND_{chr(self._kind).upper()}{microbatch}"
+            compare_checksums(tensors[:-1], tensors[-1].tolist(), action)
+        tree = trees.rebuild(layout.description, tensors, self.meshes)
+        return SlotLease(self, message, tree[0] if self._checksum else tree, tensors, leaves, beside)
+
+    def _open(
+        self, message: Any, layout: IncomingLayout, *, training: bool
+    ) -> tuple[list[Tensor], list[Tensor], object | None]:
+        """A message's tensors, its leaves, and what keeps one more tensor on each of their storages."""
+        tensors = self._on_slot(message, layout)
+        return tensors, layout.enter(tensors) if training and layout.has_leaves else [], None
+
+    def _on_slot(self, message: Any, layout: IncomingLayout) -> list[Tensor]:
+        tensor = self.tensor
+        return [tensor(message, spec, offset) for spec, offset in zip(layout.specs, layout.offsets, strict=True)]
+
+    def _learn(self, message: Any) -> IncomingLayout:
+        number = message.layout
+        description = trees.decode(self.description(number))
+        specs = tuple(trees.tensor_specs(description))
+        *offsets, size = _core.pack([min(spec.bytes, 1 << 62) for spec in specs])
+        if size != message.size:
+            raise MismatchError(f"a peer sent {message.size} bytes of a layout that takes {size}")
+        if len(self._layouts) >= 2 * _MOST_LAYOUTS:
+            self._layouts.pop(next(iter(self._layouts)))
+        layout = self._layouts[number] = IncomingLayout(description, specs, tuple(offsets))
+        return layout

@@ -1,0 +1,111 @@
+"""What every link offers: a transport opens this rank's ends of links and makes the channels on them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from pypipe import _core
+from pypipe.program import Channel, Link
+from pypipe.runtime.rendezvous.meeting import Card, Meeting
+from pypipe.runtime.rendezvous.world import World
+from pypipe.runtime.transport.channel import ReceiveChannel, SendChannel
+
+__all__ = ["Ends", "Place", "Transport"]
+
+Ends = tuple[Card, Card]
+"""What the two ranks of a link say of themselves, the sender first."""
+
+
+class Place(NamedTuple):
+    """One channel among those of its pipeline.
+
+    Attributes:
+        channel: the stage boundary.
+        link: what carries it.
+        number: the same at both ends, and no other channel's.
+        slots: messages that may be under way or in use at once.
+        checksum: whether messages carry checksums.
+    """
+
+    channel: Channel
+    link: Link
+    number: int
+    slots: int
+    checksum: bool
+
+    @property
+    def sent(self) -> tuple[int, int, bool]:
+        """What is sent there: the sender's stage, its kind of message, and whether with checksums."""
+        return self.channel.source_stage, ord(self.channel.kind.label), self.checksum
+
+
+class Transport(ABC):
+    """One way to move messages, for all links of a rank that take it.
+
+    Args:
+        world: the ranks.
+        meeting: how they met.
+        device: where the stages of this rank live.
+        patience: how long to wait.
+    """
+
+    name: ClassVar[str]
+    """As PYPIPE_LINK has it."""
+    through_hosts: ClassVar[bool] = True
+    """Whether messages pass through the hosts' memory, where checksums can be taken without a wait for a device."""
+    closes_last: ClassVar[bool] = False
+    """Whether the links of all other transports are closed before."""
+
+    def __init__(self, world: World, meeting: Meeting, device: torch.device, patience: _core.Patience) -> None:
+        self._world = world
+        self._meeting = meeting
+        self._hub = meeting.hub
+        self._device = device
+        self._patience = patience
+        self.holds_back = False
+        """Whether transfers go out with issue() only."""
+
+    @classmethod
+    @abstractmethod
+    def reaches(cls, ends: Ends) -> bool:
+        """Whether it is to be chosen for a link, where the transports before it in the registry are not."""
+
+    @classmethod
+    @abstractmethod
+    def problem(cls, link: Link, ends: Ends, *, chosen: bool) -> str | None:
+        """What keeps it from carrying a link; the same on every rank.
+
+        Args:
+            link: the link.
+            ends: its ranks.
+            chosen: whether PYPIPE_LINK asks for this transport.
+        """
+
+    @abstractmethod
+    def open(self, number: int, link: Link, slots: dict[int, int], *, sends: bool) -> None:
+        """Opens this rank's end of a link; all ranks open their links in one order.
+
+        Args:
+            number: of the link.
+            link: the link.
+            slots: of each channel on it, by the channel's number.
+            sends: whether this rank sends.
+        """
+
+    @abstractmethod
+    def send_channel(self, place: Place) -> SendChannel:
+        """The sending end of a channel on an open link."""
+
+    @abstractmethod
+    def receive_channel(self, place: Place) -> ReceiveChannel:
+        """The receiving end of a channel on an open link."""
+
+    def issue(self) -> None:
+        """Ends a run of transfers: what was held back, where `holds_back`, goes out."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Closes the links, before the control sockets close. Raises nothing but KeyboardInterrupt."""
