@@ -84,7 +84,7 @@ class BarePipeline:
         losses = []
         for x_m, y_m in zip(x.chunk(self.M), y.chunk(self.M), strict=True):
             loss = self.loss_fn(self.module(x_m), y_m)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             losses.append(loss.detach())
         for parameter in self.parameters:
             if parameter.grad is not None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import shutil
@@ -347,7 +348,7 @@ def _speed() -> dict[str, Any]:
         row = {"bytes": size, "pypipe_us": device, "pypipe_host_us": host, "pypipe_GBps": size / device / 1e3}
         if bare is not None:
             floor = bare.exchanges(1, size)
-            device, host = _median(lambda floor=floor, count=count: _per_call(floor, count))
+            device, host = _median(functools.partial(_per_call, floor, count))
             row |= {"bare_us": device, "bare_host_us": host, "bare_GBps": size / device / 1e3}
         rows.append(row)
     return {"rows": rows, "note": "one process, one send and one receive in a group; bare through ctypes"}
@@ -382,7 +383,7 @@ def _several() -> dict[str, Any]:
                     ("bare_group", bare.exchanges(number, size)),
                     ("bare_one", bare.exchanges(1, number * size)),
                 ):
-                    times = _median(lambda exchange=exchange, count=count: _per_call(exchange, count))
+                    times = _median(functools.partial(_per_call, exchange, count))
                     row[f"{name}_us"], row[f"{name}_host_us"] = times
             rows.append(row)
     return {"rows": rows, "note": "packing pays where packed - one is less than bare_group - bare_one"}
@@ -443,6 +444,7 @@ def _c10d_rank(rank: int, size: int, group: Any, way: int) -> list[dict[str, flo
 
         def exchange(tensor: Any = tensor) -> None:
             work = dist.isend(tensor, 1, pair) if rank == 0 else dist.irecv(tensor, 0, pair)
+            assert work is not None  # both ranks are in the group
             work.wait()
 
         device, host = _per_call(exchange, count)

@@ -54,7 +54,7 @@ def gloo(rank: int, sizes: tuple[int, ...]) -> dict[int, tuple[float, float]]:
 
 def pypipe(rank: int, sizes: tuple[int, ...]) -> dict[int, tuple[float, float]]:
     """The same for pypipe's link."""
-    store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    store = dist.distributed_c10d._get_default_store()
     pairs = measure(World(rank, 2, store, None, "bench"), sizes)
     return {f.bytes: (f.latency_us, f.bandwidth_gb_s) for pair in pairs for f in pair.figures}
 

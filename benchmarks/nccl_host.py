@@ -131,7 +131,7 @@ def _rank(rank: int, folder: str, messages: int) -> dict[str, float]:
     from pypipe.runtime.transport.channel import Tag
     from pypipe.runtime.transport.connection import connect
 
-    store = dist.FileStore(f"{folder}/store", 2)
+    store = dist.FileStore(f"{folder}/store", 2)  # type: ignore[attr-defined]  # public, but not in __all__
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     forward, backward = Channel(Kind.F, 0, 1), Channel(Kind.B, 1, 0)
     links = {forward: Link(Kind.F, 0, 1), backward: Link(Kind.B, 1, 0)}

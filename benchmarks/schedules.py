@@ -133,7 +133,9 @@ def measure_sleeping(rows: Sequence[str], rounds: int, count: int) -> list[dict[
     """A result for each row."""
     timeout = 120 + 3 * len(rows) * (1 + rounds * count)
     ranks = run_ranks(sleeping_rank, P, rows, rounds, count, timeout=timeout)
-    results, steps, simulated = [], {}, {}
+    results: list[dict[str, Any]] = []
+    steps: dict[str, list[float]] = {}
+    simulated: dict[str, list[float]] = {}
     for row in rows:
         _, entry = ROWS[row]
         program = build(entry.name, P, M, **entry.build)
@@ -141,7 +143,9 @@ def measure_sleeping(rows: Sequence[str], rounds: int, count: int) -> list[dict[
         for turn in zip(*(samples[row] for samples in ranks), strict=True):
             steps[row].append(elapsed(span for span, _ in turn) / count)
             means = {number: mean for _, of_rank in turn for number, mean in of_rank.items()}
-            costs = {part: [means[number][part] for number in range(program.n_stages)] for part in PARTS}
+            costs: dict[str, Any] = {
+                part: [means[number][part] for number in range(program.n_stages)] for part in PARTS
+            }
             whole = [a + b for a, b in zip(costs["input_backward"], costs["weight_backward"], strict=True)]
             simulated[row].append(simulate(program, backward=whole, **costs).step_time)
         results.append(

@@ -45,8 +45,8 @@ class SplitSleepStage(nn.Module):
         return self.spent[part] / self.count[part]
 
     def forward(self, x: Tensor) -> Tensor:
-        through: Tensor = _Input.apply(x, self)  # type: ignore[no-untyped-call]
-        weight: Tensor = _Weight.apply(self.weight, self)  # type: ignore[no-untyped-call]
+        through: Tensor = _Input.apply(x, self)
+        weight: Tensor = _Weight.apply(self.weight, self)
         return through + weight
 
 

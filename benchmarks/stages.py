@@ -25,7 +25,7 @@ class SleepStage(nn.Module):
         self.seconds = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _Sleep.apply(x, self.weight, self)  # type: ignore[no-untyped-call]
+        out: Tensor = _Sleep.apply(x, self.weight, self)
         return out
 
 
@@ -63,7 +63,7 @@ class _FirstElement(torch.autograd.Function):
 
 def free_loss(out: Tensor, target: Tensor) -> Tensor:
     """A loss that costs nothing at any size, so that all the time of the last stage is the stage's own."""
-    loss: Tensor = _FirstElement.apply(out)  # type: ignore[no-untyped-call]
+    loss: Tensor = _FirstElement.apply(out)
     return loss
 
 

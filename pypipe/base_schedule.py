@@ -37,14 +37,14 @@ class Schedule:
 
     Args:
         program: the name of a registered builder ("1f1b", "zbv", ...), which is built for as many ranks and stages as
-            there are; or a pypipe.program.Program, with or without transfers; or the path of a CSV file of one, which
-            ends in .csv.
+            there are; or a `pypipe.program.Program`, with or without transfers; or the path of a CSV file of one,
+            which ends in .csv.
         stages: this rank's stages, in any order; or its only one.
         n_microbatches: M, how many microbatches a batch is cut into; any number from 1 up to the batch's length.
-        loss_fn: called on the last stage as loss_fn(output, target, **loss_kwargs); returns a tensor with one element.
-            It may run its own backward (chunked cross entropy) and return a detached tensor: the gradient that it
-            leaves on the output, by output.backward(gradient) or as output.grad, is weighted and goes on into the
-            stage. None: step() runs forward only. Give it on every rank or on none.
+        loss_fn: called on the last stage as `loss_fn(output, target, **loss_kwargs)`; returns a tensor with one
+            element. It may run its own backward (chunked cross entropy) and return a detached tensor: the gradient
+            that it leaves on the output, by `output.backward(gradient)` or as `output.grad`, is weighted and goes on
+            into the stage. None: step() runs forward only. Give it on every rank or on none.
         args_chunk_spec, kwargs_chunk_spec: how arguments are cut: TensorChunkSpec(dim) or Replicate(), nested as the
             arguments are (for a dataclass or a NamedTuple, a dict by field). Default: every tensor along dimension 0,
             also within containers, NamedTuples and dataclasses; a nested tensor by its components, a BlockMask by its
@@ -200,13 +200,22 @@ class Schedule:
         Returns:
             On the rank of the last stage the merged outputs, detached; elsewhere, or without return_outputs, None.
 
+        After an error `.grad` holds what was there before and the gradients of the microbatches whose backward had
+        ended on this rank: a note of the error says how many, and a backward that raises may leave a part of its own.
+        Parameters are untouched. This schedule refuses to go on: call zero_grad() and build a new one, on every rank.
+        A rank that had returned from the step by then raises the error in its next call, or in close(). What a stage
+        or the loss function raises on this rank is raised as it is.
+
         Raises:
-            InputError: the batch does not fit; RemoteStageError, PeerLost, PipelineTimeout: another rank failed, died
-                or did not come; or whatever a stage or the loss function raised on this rank. Then `.grad` holds what
-                was there before and the microbatches whose backward had ended on this rank (a note of the error says
-                how many; a backward that raises may leave a part of its own); parameters are untouched. This schedule
-                refuses to go on: call zero_grad(), and build a new one, on every rank. A rank that had returned from
-                the step by then raises the error in its next call, or in close().
+            ConfigurationError: the ranks were given arguments that differ (in the first call).
+            InputError: the batch, the target or the loss cannot be used.
+            LayoutError: a stage returned something that cannot be sent.
+            RemoteStageError: another rank failed first.
+            PeerLost: another rank died, ended, or closed its schedule.
+            PipelineTimeout: another rank did not do its part within `timeout`.
+            MismatchError: a message is not the one that this rank's program expects.
+            NonFiniteError: with `check="nan"`, an action made a NaN or an infinity.
+            CorruptionError: with `check="checksum"`, a message changed on its way.
         """
         training = self._settings.loss is not None
         return self._pipeline.run(Call(args, kwargs, target, losses, return_outputs, loss_kwargs, training))
@@ -255,7 +264,9 @@ class Schedule:
             recorder.core.set_busy("")
 
     def trace(self) -> Trace:
-        """What every rank does, when, in the steps within a `with` block; on every rank around the same steps.
+        """Records what every rank does, and when, in the steps within a `with` block.
+
+        Every rank enters the block, around the same steps::
 
             with schedule.trace() as trace:
                 schedule.step(x, target=y)

@@ -8,6 +8,7 @@ program.
 from __future__ import annotations
 
 import datetime
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -249,13 +250,15 @@ class ScheduleAuto(Schedule):
 
 def _complete_docstrings() -> None:
     """Each class shows the arguments, whose text `Schedule` has."""
-    text = Schedule.__doc__ or ""
-    arguments = text[text.index("        stages:") : text.index("        options:")]
-    raises = text[text.index("    Raises:") :]
+    if not Schedule.__doc__:  # python -OO
+        return
+    text = inspect.cleandoc(Schedule.__doc__)
+    arguments = text[text.index("    stages:") : text.index("    options:")]
+    raises = text[text.index("Raises:") :]
     for name in __all__:
         schedule = globals()[name]
         if schedule is not Schedule:
-            schedule.__doc__ = f"{schedule.__doc__}\n    Args:\n{arguments}\n{raises}"
+            schedule.__doc__ = f"{inspect.cleandoc(schedule.__doc__)}\n\nArgs:\n{arguments}\n{raises}"
 
 
 _complete_docstrings()

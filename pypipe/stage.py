@@ -26,7 +26,8 @@ class PipelineStage:
         submodule: the module that computes this stage.
         stage_index: which stage it is, from 0.
         num_stages: how many stages the model has.
-        device: where the module lives, for example torch.device("cpu").
+        device: where the module lives, for example torch.device("cpu"). Default: the device of its first
+            parameter, or the CPU if it has none.
         input_args, output_args, output_grads, input_grads: taken for compatibility with torch.distributed.pipelining
             and not needed: shapes are agreed when the first message is sent, without a trial run.
         group: the ranks of this pipeline. Default: the default process group, else torchrun's environment.
@@ -69,7 +70,9 @@ class PipelineStage:
             try:
                 self.device = torch.device(device) if device is not None else _device_of(submodule)
             except (RuntimeError, TypeError) as error:
-                problem = f"{where}, stage {stage_index}: device={device!r} is none ({error}); give torch.device('cpu')"
+                problem = (
+                    f"{where}, stage {stage_index}: device={device!r} is not valid ({error}); give torch.device('cpu')"
+                )
             else:
                 if self.device.type == "meta":
                     problem = f"{where}, stage {stage_index}: a meta device computes nothing; give torch.device('cpu')"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -17,9 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import click
+from rich.table import Table
+
+from pypipe.commands.conventions import json_option, rendered
 from pypipe.commands.launch import RankError, Ranks
 
-__all__ = ["SIZES", "Figure", "Pair", "main", "measure"]
+__all__ = ["SIZES", "Figure", "Pair", "command", "measure"]
 
 SIZES = (8, 64, 512, 4 << 10, 32 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 """Bytes of a message."""
@@ -202,47 +205,47 @@ def _pairs_of(values: list[dict[str, Any]]) -> list[Pair]:
     return [Pair(**{**value, "figures": [Figure(**figure) for figure in value["figures"]]}) for value in values]
 
 
-def main(as_json: bool) -> int:
-    """Measures and prints. Returns the exit code."""
+@click.command("bench")
+@json_option
+def command(as_json: bool) -> None:
+    """Measure the links between ranks: latency and bandwidth.
+
+    Alone it measures two processes on this machine; under torchrun, every pair of the ranks it is given.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return _main_of_many(as_json)
+        from pypipe.runtime.rendezvous.world import find_world
+
+        world = find_world()
+        size, pairs = world.size, measure(world)
+        if world.rank != 0:
+            return
+    else:
+        size, pairs = 2, _measure_two()
+    if as_json:
+        click.echo(json.dumps({"ranks": size, "pairs": [asdict(pair) for pair in pairs]}))
+    else:
+        click.echo(rendered(lambda console: console.print(*_tables(pairs, size)), width=120))
+
+
+def _measure_two() -> list[Pair]:
     with tempfile.TemporaryDirectory(prefix="pypipe-bench-") as folder:
         try:
             with Ranks(_rank_main, 2, (os.path.join(folder, "store"),), Path(folder)) as ranks:
-                pairs = [pair for _, message in ranks.reports() for pair in _pairs_of(message)]
+                return [pair for _, message in ranks.reports() for pair in _pairs_of(message)]
         except RankError as error:
-            print(f"Error: {error}\n{error.log}", file=sys.stderr)
-            return 1
-    _print(pairs, 2, as_json)
-    return 0
+            raise click.ClickException(f"{error}\n{error.log}".strip()) from error
 
 
-def _main_of_many(as_json: bool) -> int:
-    from pypipe.runtime.rendezvous.world import find_world
-
-    world = find_world()
-    pairs = measure(world)
-    if world.rank == 0:
-        _print(pairs, world.size, as_json)
-    return 0
-
-
-def _print(pairs: list[Pair], size: int, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps({"ranks": size, "pairs": [asdict(pair) for pair in pairs]}))
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=None if sys.stdout.isatty() else 120)
+def _tables(pairs: list[Pair], size: int) -> list[Table]:
+    """The figures of one pair by size of message; of several, matrices of the least latency and the most bandwidth."""
     if size == 2:
         table = Table(title=f"rank 0 to rank 1, over {pairs[0].link}")
         for column in ("message", "latency, µs", "bandwidth, GB/s"):
             table.add_column(column, justify="right")
         for figure in pairs[0].figures:
             table.add_row(_readable(figure.bytes), f"{figure.latency_us:.2f}", f"{figure.bandwidth_gb_s:.3f}")
-        console.print(table)
-        return
+        return [table]
+    tables = []
     small, large = pairs[0].figures[0].bytes, pairs[0].figures[-1].bytes
     latencies = {(pair.source, pair.target): f"{pair.figures[0].latency_us:.1f}" for pair in pairs}
     rates = {(pair.source, pair.target): f"{pair.figures[-1].bandwidth_gb_s:.2f}" for pair in pairs}
@@ -256,7 +259,8 @@ def _print(pairs: list[Pair], size: int, as_json: bool) -> None:
             table.add_column(str(rank), justify="right")
         for row in range(size):
             table.add_row(str(row), *(cells.get((min(row, c), max(row, c)), "-") for c in range(size)))
-        console.print(table)
+        tables.append(table)
+    return tables
 
 
 def _readable(size: int) -> str:

@@ -12,8 +12,16 @@ import platform
 import sys
 from dataclasses import asdict, dataclass, field
 
-__all__ = ["Library", "Report", "inspect", "main"]
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
+from pypipe.commands.conventions import json_option, rendered
+
+__all__ = ["Library", "Report", "command", "inspect"]
+
+_WIDTH_OF_A_FILE = 1000  # so that paths are in one piece
 _COMMUNICATOR_TIMEOUT = 60.0  # seconds; a first communicator takes a few
 
 # What cuInit answers most often, by CUresult.
@@ -71,13 +79,23 @@ class Report:
     healthy: bool = True
 
 
-def main(as_json: bool) -> int:
-    """Prints the report. Returns the exit code: 0 unless something is broken."""
-    # NCCL_DEBUG makes NCCL write to the standard output, which is for the report.
-    os.environ.setdefault("NCCL_DEBUG_FILE", "/dev/stderr")
+@click.command("doctor")
+@click.option("--env", "only_environment", is_flag=True, help="Show the environment variables and what they do, only.")
+@json_option
+def command(only_environment: bool, as_json: bool) -> None:
+    """Show the libraries found here, and what is missing.
+
+    The exit code is 0 unless something is broken; a machine without a GPU is not.
+    """
+    if only_environment:
+        variables = inspect_environment()
+        text = rendered(lambda console: _print_variables(console, variables), 120)
+        click.echo(json.dumps(variables) if as_json else text)
+        return
     report = inspect()
-    print(json.dumps(asdict(report)) if as_json else _text(report))
-    return 0 if report.healthy else 1
+    text = rendered(lambda console: _print(console, report), _WIDTH_OF_A_FILE)
+    click.echo(json.dumps(asdict(report)) if as_json else text)
+    raise SystemExit(0 if report.healthy else 1)
 
 
 def inspect() -> Report:
@@ -91,13 +109,15 @@ def inspect() -> Report:
         torch=Library("torch"),
         cuda=Library("CUDA driver"),
         nccl=Library("NCCL"),
+        environment=inspect_environment(),
     )
+    # NCCL_DEBUG makes NCCL write to the standard output, which is for the report.
+    os.environ.setdefault("NCCL_DEBUG_FILE", "/dev/stderr")
     _inspect_core(report)
     if not report.core.broken:
         _inspect_torch(report)  # before NCCL: pypipe uses the copy that torch has loaded
         _inspect_cuda(report)
         _inspect_nccl(report)
-        _inspect_environment(report)
     _explain(report)
     report.healthy = not any(each.broken for each in (report.core, report.torch, report.cuda, report.nccl))
     return report
@@ -182,20 +202,13 @@ def _inspect_nccl(report: Report) -> None:
         nccl.problem, nccl.broken = str(error), True
 
 
-def _inspect_environment(report: Report) -> None:
-    from pypipe.runtime.environment import VARIABLES
-    from pypipe.runtime.libraries import MAX_CONNECTIONS
+def inspect_environment() -> dict[str, dict[str, str | None]]:
+    """For each variable that pypipe reads or sets: `value` (None where it is not set), `default` and `meaning`."""
+    from pypipe.runtime.environment import OTHERS_READ, OTHERS_SET, VARIABLES
 
-    for name, variable in VARIABLES.items():
-        report.environment[name] = {
-            "value": os.environ.get(name),
-            "default": variable.default,
-            "meaning": variable.meaning,
-        }
-    report.environment[MAX_CONNECTIONS] = {
-        "value": os.environ.get(MAX_CONNECTIONS),
-        "default": "",
-        "meaning": "CUDA's own: how many queues the streams of a GPU share. With 1, transfers overlap no compute.",
+    return {
+        name: {"value": os.environ.get(name), "default": variable.default, "meaning": variable.meaning}
+        for name, variable in (VARIABLES | OTHERS_READ | OTHERS_SET).items()
     }
 
 
@@ -276,8 +289,8 @@ def _which_nccl(report: Report) -> list[str]:
     return [f"{text}. pypipe uses another copy, {ours}; both have buffers on the GPU of their own."]
 
 
-def _text(report: Report) -> str:
-    rows = [
+def _print(console: Console, report: Report) -> None:
+    libraries = [
         ("pypipe", report.pypipe, report.core.path or report.core.problem or ""),
         ("Python", *report.python.rstrip(")").split(" (", 1)),
         _row(report.torch),
@@ -286,14 +299,30 @@ def _text(report: Report) -> str:
         ("GPUs", str(len(report.gpus)), ", ".join(report.gpus)),
     ]
     if report.communicator is not None:
-        rows.append(("Communicator", "", report.communicator))
-    lines = _columns(rows)
-    if report.environment:
-        lines.append("\nEnvironment")
-        lines += _columns([("  " + name, _shown(each)) for name, each in report.environment.items()])
-    lines.append("\nWhat this means")
-    lines += [f"- {note}" for note in report.notes]
-    return "\n".join(lines)
+        libraries.append(("Communicator", "", report.communicator))
+    console.print(_grid(libraries))
+    shown = {name: each for name, each in report.environment.items() if name.startswith("PYPIPE_") or each["value"]}
+    if shown:
+        console.print(Text("\nEnvironment"))
+        console.print(_grid([("  " + name, _shown(each)) for name, each in shown.items()]))
+    console.print(Text("\nWhat this means"))
+    for note in report.notes:
+        console.print(Text(f"- {note}"), soft_wrap=True)
+
+
+def _print_variables(console: Console, variables: dict[str, dict[str, str | None]]) -> None:
+    table = Table("variable", "value", "meaning", box=None, padding=(0, 2, 0, 0), leading=1)
+    for name, each in variables.items():
+        table.add_row(Text(name, no_wrap=True), Text(_shown(each)), Text(each["meaning"] or ""))
+    console.print(table)
+
+
+def _grid(rows: list[tuple[str, ...]]) -> Table:
+    """Cells in columns, without a line or a title; the last column alone may be cut into lines."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for row in rows:
+        table.add_row(*(Text(cell, no_wrap=cell is not row[-1], overflow="fold") for cell in row))
+    return table
 
 
 def _row(library: Library) -> tuple[str, str, str]:
@@ -306,12 +335,7 @@ def _row(library: Library) -> tuple[str, str, str]:
 def _shown(variable: dict[str, str | None]) -> str:
     if variable["value"] is not None:
         return variable["value"]
-    return f"{variable['default']} (default)".lstrip()
-
-
-def _columns(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return f"{variable['default']} (default)" if variable["default"] else "not set"
 
 
 def _cuda_version(number: int) -> str:

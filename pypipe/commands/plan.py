@@ -1,22 +1,54 @@
-"""What `pypipe plan` prints: schedules side by side, as a table that fits the terminal, or as JSON."""
+"""`pypipe plan`: schedules side by side, as a table that fits the terminal, or as JSON."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import sys
 from collections.abc import Sequence
 from typing import Any
 
+import click
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from pypipe.commands.conventions import BadInput, json_option, rendered
 from pypipe.planning import Comparison, PlanError, Request, Row, Traffic, advise, compare
 
 _WIDTH_OF_A_FILE = 120
 _BAD_WITHOUT = "give it with --batch, --sequence and --hidden"
+
+
+@click.command("plan")
+@click.option("-p", "--ranks", type=int, required=True, help="P, the number of ranks.")
+@click.option("-m", "--microbatches", type=int, required=True, help="M, the number of microbatches.")
+@click.option("-v", "--stages-per-rank", type=int, help="Stages on each rank, for schedules that let one choose.")
+@click.option("--tf", default="1", help="Time of one rank's forward of one microbatch; or P times, as 1,1,2,1.")
+@click.option("--tb", default="1", help="The same for the backward's input half, I.")
+@click.option("--tw", default="1", help="The same for its weight half, W; a whole backward takes both.")
+@click.option("--tc", default="0", help="Latency of a transfer from rank to rank.")
+@click.option("--unit", help="Unit of the times: us, ms or s.")
+@click.option("--memory", type=float, help="Most activations of one microbatch that a rank may keep; or GB, if:")
+@click.option("--activation", help="GB of one microbatch's activations on one rank; or P sizes.")
+@click.option("--batch", type=int, help="Sequences a step; with --sequence and --hidden, for the bytes over the cuts.")
+@click.option("--sequence", type=int, help="Tokens a sequence.")
+@click.option("--hidden", type=int, help="Size of the vector that each token sends over a cut.")
+@click.option("--dtype", help="Its dtype, such as bf16 or float32.  [default: bf16]")
+@click.option("--bandwidth", type=float, help="GB/s of a link: then a transfer also takes its bytes' time.")
+@click.option("--search/--no-search", default=True, help="Search for a program made to measure: the row auto.")
+@json_option
+def command(tf: str, tb: str, tw: str, tc: str, search: bool, as_json: bool, **options: Any) -> None:
+    """Compare all schedules for a number of ranks, measured times and memory.
+
+    Every schedule is built, verified and simulated, and one is searched for; the best that fits is marked. Times and
+    activations (A) are a rank's whole share of the model for one microbatch.
+    """
+    try:
+        request = request_from(times={"tf": tf, "tb": tb, "tw": tw, "tc": tc}, **options)
+        text = run(request, as_json=as_json, search=search)
+    except ValueError as error:
+        raise BadInput(str(error)) from error
+    click.echo(text, color=True)
 
 
 def request_from(
@@ -86,11 +118,7 @@ def show(comparison: Comparison, as_json: bool) -> str:
     """A comparison as text for the terminal that is there, or as JSON."""
     if as_json:
         return json.dumps(_data(comparison))
-    narrow = sys.stdout.isatty() or "COLUMNS" in os.environ
-    console = Console(width=None if narrow else _WIDTH_OF_A_FILE)
-    with console.capture() as capture:
-        _print(console, comparison)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+    return rendered(lambda console: _print(console, comparison), _WIDTH_OF_A_FILE)
 
 
 def _data(comparison: Comparison) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What `pypipe show` does: finds or builds a program or a trace, and draws its timeline."""
+"""`pypipe show`: finds or builds a program or a trace, and draws its timeline."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
+from rich.console import Console
+
+from pypipe.commands.conventions import BadInput
 from pypipe.program import (
     Program,
     add_stage_actions,
@@ -101,6 +105,70 @@ class Times:
         return any(each is not None for each in every)
 
 
+@click.command("show")
+@click.argument("names", nargs=-1, metavar="NAME...")
+@click.option("-p", "--ranks", type=int, help="P, the number of ranks.", show_default=False)
+@click.option("-m", "--microbatches", type=int, help="M, the number of microbatches.", show_default=False)
+@click.option("-v", "--stages-per-rank", type=int, help="Stages on each rank, for schedules that have several.")
+@click.option("--tf", help="Time of a forward: one number, or one for each stage, as 1,1,2,1.  [default: 1]")
+@click.option("--tb", help="Time of a backward's input half, I.  [default: 1]")
+@click.option(
+    "--tw", help="Time of its weight half, W; a whole one takes both.  [default: --tb's where there are halves, else 0]"
+)
+@click.option("--tc", help="Latency of a transfer from rank to rank.  [default: 0]")
+@click.option(
+    "--tr", help="Time in which a stage's replicas reduce its gradients, once a step.  [default: no replicas]"
+)
+@click.option("--tu", help="Time in which they gather its sharded parameters, once a step.  [default: not sharded]")
+@click.option("--svg", type=click.Path(path_type=Path), help="Write the timeline as SVG into this file.")
+@click.option("--html", type=click.Path(path_type=Path), help="Write it as one HTML page with zoom.")
+@click.option("--trace", type=click.Path(path_type=Path), help="Write it as a Chrome trace, for Perfetto.")
+@click.option(
+    "--record",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Show what the ranks did last before a failure, from the records in this folder (PYPIPE_RECORD_DIR).",
+)
+def command(
+    names: tuple[str, ...],
+    ranks: int | None,
+    microbatches: int | None,
+    stages_per_rank: int | None,
+    tf: str | None,
+    tb: str | None,
+    tw: str | None,
+    tc: str | None,
+    tr: str | None,
+    tu: str | None,
+    record: Path | None,
+    **files: Path | None,
+) -> None:
+    """Draw the timeline of a schedule, a program or a trace, or several below each other.
+
+    NAME is a schedule's name, such as 1f1b; a CSV file with a program; or a .json file, such as --trace wrote. Times
+    are in a unit of yours; a trace takes them as microseconds.
+    """
+    if record is not None:
+        from pypipe.runtime.diagnostics import flight_record
+
+        try:
+            click.echo(flight_record.timeline(flight_record.find(record)))
+        except flight_record.FlightError as error:
+            raise BadInput(str(error)) from error
+        return
+    if not names:
+        raise BadInput("give the name of a schedule or a file, or --record with a folder")
+
+    try:
+        panels = panels_for(names, ranks, microbatches, stages_per_rank, Times(tf, tb, tw, tc, tr, tu))
+        for kind, path in files.items():
+            if path is not None:
+                write(panels, f"--{kind}", path)
+    except ValueError as error:
+        raise BadInput(str(error)) from error
+    # Without a stop at bytes that are colours: whether there are any is decided already.
+    click.echo(picture(panels), color=True)
+
+
 def panels_for(
     names: Sequence[str], ranks: int | None, microbatches: int | None, per_rank: int | None, times: Times
 ) -> list[Panel]:
@@ -160,8 +228,6 @@ def _text(name: str) -> str:
 
 def picture(panels: list[Panel]) -> str:
     """The timelines for the terminal that is there, or else for a file 160 columns wide."""
-    from rich.console import Console
-
     console = Console()
     narrow = sys.stdout.isatty() or "COLUMNS" in os.environ
     text = terminal(

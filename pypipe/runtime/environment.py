@@ -1,4 +1,4 @@
-"""The environment variables that pypipe reads: this table, and nowhere else."""
+"""The environment variables that pypipe reads or sets: these tables, and nowhere else."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from pypipe.errors import ConfigurationError
 
-__all__ = ["VARIABLES", "Variable", "read"]
+__all__ = ["OTHERS_READ", "OTHERS_SET", "VARIABLES", "Variable", "read"]
 
 
 class Variable(NamedTuple):
@@ -54,6 +54,44 @@ VARIABLES: dict[str, Variable] = {
         "or the loader finds.",
     ),
 }
+"""pypipe's own."""
+
+OTHERS_READ: dict[str, Variable] = {
+    "RANK": Variable("", "torchrun's: this process's rank. Read where there is no process group."),
+    "WORLD_SIZE": Variable(
+        "1", "torchrun's: the number of ranks. Read where there is no process group, and by `pypipe bench`."
+    ),
+    "MASTER_ADDR": Variable(
+        "",
+        "torchrun's: the host of the rendezvous store. Read where there is no process group, and to find the address "
+        "at which other hosts reach this one.",
+    ),
+    "MASTER_PORT": Variable("", "torchrun's: the port of the store. Read where there is no process group."),
+    "CUDA_DEVICE_MAX_CONNECTIONS": Variable(
+        "", "CUDA's: how many queues the streams of a GPU share. With 1, transfers overlap no compute; pypipe warns."
+    ),
+    "COLUMNS": Variable("", "The width of what the commands print, where their output is no terminal."),
+}
+"""Variables of others that pypipe reads."""
+
+OTHERS_SET: dict[str, Variable] = {
+    "NCCL_LAUNCH_ORDER_IMPLICIT": Variable(
+        "",
+        "Set to 1 in this process when the NCCL link opens, unless it is set already: NCCL 2.26 and later then run the "
+        "communicators of a GPU in the order of the host's calls.",
+    ),
+    "NCCL_DEBUG_FILE": Variable(
+        "",
+        "Set to /dev/stderr by `pypipe doctor` alone, unless it is set already: what NCCL_DEBUG asks for stays out of "
+        "the report.",
+    ),
+    "GLOO_SOCKET_IFNAME": Variable(
+        "",
+        "Set to lo in the rank processes of `pypipe demo` alone, unless it is set already: they are all on "
+        "this machine.",
+    ),
+}
+"""Variables of others that pypipe sets, where they are not set."""
 
 
 def read(name: str, choices: tuple[str, ...] = ()) -> str:

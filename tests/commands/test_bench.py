@@ -14,7 +14,7 @@ class _Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr(bench.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr("pypipe.commands.bench.time.perf_counter", lambda: self.now)
 
     def message(self) -> None:
         self.now += MESSAGE

@@ -45,8 +45,22 @@ def test_the_script_and_the_module_are_one_command(tmp_path: Path) -> None:
 
 
 def test_the_command_line_is_read_without_importing_torch(tmp_path: Path) -> None:
-    program = "import sys, pypipe.commands.cli, pypipe.commands.demo.run; sys.exit('torch' in sys.modules)"
-    assert run(command=[sys.executable, "-c", program], cwd=tmp_path).returncode == 0
+    program = (
+        "import sys, pypipe.commands.demo.run\n"
+        "from pypipe.commands.cli import main\n"
+        "for line in (['--help'], *([name, '--help'] for name in main.list_commands(None))):\n"
+        "    try: main(line)\n"
+        "    except SystemExit as end: assert end.code == 0\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = run(command=[sys.executable, "-c", program], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_is_no_command_is_not_offered(tmp_path: Path) -> None:
+    done = run("--help", cwd=tmp_path)
+    assert not {"launch", "cli", "conventions"} & set(re.findall(r"^  (\w+)", done.stdout, re.MULTILINE))
+    assert run("launch", cwd=tmp_path).returncode == 2
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from pypipe import _core
 from pypipe.commands import doctor
-from pypipe.runtime.environment import VARIABLES
+from pypipe.runtime.environment import OTHERS_READ, OTHERS_SET, VARIABLES
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -57,8 +58,28 @@ def test_the_report_as_json_has_every_library_and_variable(tmp_path: Path) -> No
     assert set(VARIABLES) < set(report["environment"])
     assert report["environment"]["PYPIPE_LINK"]["value"] == "shm"
     assert report["environment"]["PYPIPE_ADDRESS"]["value"] is None
+    assert report["environment"]["NCCL_DEBUG_FILE"]["value"] is None  # which the command itself sets
     assert report["environment"]["CUDA_DEVICE_MAX_CONNECTIONS"]["value"] == "1"
     assert any("torch" in note and "NCCL" in note for note in report["notes"])
+
+
+def test_the_environment_alone_is_listed_without_torch(tmp_path: Path) -> None:
+    program = "import sys; from pypipe.commands.cli import main; main(['doctor', '--env'], standalone_mode=False)"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{program}; sys.exit('torch' in sys.modules)"],
+        cwd=tmp_path,
+        env={**os.environ, "PYPIPE_LINK": "c10d", "COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for name in (*VARIABLES, *OTHERS_READ, *OTHERS_SET):
+        assert f"\n{name} " in done.stdout
+    assert re.search("^PYPIPE_LINK +c10d +Which link", done.stdout, re.MULTILINE)
+    assert re.search("^PYPIPE_NCCL_MAX_CTAS +4 [(]default[)] +", done.stdout, re.MULTILINE)
+    listed = json.loads(run(tmp_path, "--env", "--json", PYPIPE_LINK="shm").stdout)
+    assert listed.keys() == {*VARIABLES, *OTHERS_READ, *OTHERS_SET}
+    assert listed["PYPIPE_LINK"]["value"] == "shm"
 
 
 @pytest.mark.parametrize(("broken", "alien"), [("nccl", "cuda"), ("cuda", "nccl")])

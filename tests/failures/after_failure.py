@@ -35,8 +35,7 @@ def gradients_of_a_failed_step(
     executor = schedule._pipeline._running.executors[True]  # type: ignore[union-attr]
     if rank == culprit:
         place = [str(action) for action in executor.actions].index(failing)
-        code, _, microbatch = executor._calls[place]
-        executor._calls[place] = (code, _fail, microbatch)
+        executor._calls[place] = executor._calls[place]._replace(function=_fail)
     # In the order in which they are added.
     backwards = [a.microbatch for a in executor.actions if a.kind.label == ("W" if "zb" in program else "B")]
     raised: BaseException | None = None

@@ -31,7 +31,7 @@ class Vanished(BaseException):
 
 _sockets: list[int] = []  # of the hub that was made last
 _deaf: list[socket.socket] = []  # what took their places
-_add_peer = _core.Hub.add_peer
+_add_peer: Callable[..., None] = _core.Hub.add_peer
 
 
 def _noting(hub: Any, rank: int, descriptor: int) -> None:
@@ -44,7 +44,7 @@ def linked(link: str) -> Iterator[None]:
     """For a while, schedules that connect go over this link, and their sockets are noted."""
     before = os.environ.get("PYPIPE_LINK")
     os.environ["PYPIPE_LINK"] = link
-    _core.Hub.add_peer = _noting  # type: ignore[method-assign]
+    _core.Hub.add_peer = _noting  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
@@ -58,10 +58,10 @@ def linked(link: str) -> Iterator[None]:
 @contextlib.contextmanager
 def no_hurry() -> Iterator[None]:
     """Schedules that connect meanwhile may take their time for it, whatever their timeout; they start as busy."""
-    meet, recorder = connection.meet, connection._recorder
+    meet, recorder = connection.meet, connection._recorder  # type: ignore[attr-defined]
 
     def meet_slowly(*arguments: Any) -> Any:
-        return meet(*arguments[:-1], PATIENCE)
+        return meet(*arguments[:-1], PATIENCE)  # type: ignore[call-arg]
 
     def busy_recorder(*arguments: Any) -> Any:
         made = recorder(*arguments)

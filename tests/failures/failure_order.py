@@ -51,7 +51,7 @@ def _text(error: BaseException) -> str:
     return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
 
 
-def _call(schedule: Any, name: str, x: Tensor, y: Tensor) -> str:
+def _call(schedule: Any, name: str, x: Tensor, y: Tensor | None) -> str:
     """What step() or eval() raises, as text."""
     try:
         schedule.step(x, target=y) if name == "step" else schedule.eval(x)
@@ -95,7 +95,7 @@ def at_the_end(rank: int, size: int, group: Any, link: str, name: str, call: str
     culprit, late = (0, size - 1) if training else (size - 1, 0)
     with patch.dict(os.environ, PYPIPE_LINK=link):
         modules = _modules(size)
-        options = {"loss_fn": nn.functional.mse_loss, "timeout": _SECONDS}
+        options: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "timeout": _SECONDS}
         schedule, _ = transparency.build(rank, size, group, name, modules, 4, **options)
         x, y = _batch(8)
         assert _call(schedule, call, x, y) == ""
@@ -241,7 +241,8 @@ class Breaks(nn.Module):
         hidden = self.first(x)
         if hidden.requires_grad:
             hidden.register_hook(_deliberate)
-        return self.second(hidden)
+        out: Tensor = self.second(hidden)
+        return out
 
 
 def broken_off(rank: int, size: int, group: Any, link: str, name: str, second: str) -> tuple[str, bool]:

@@ -68,7 +68,7 @@ def main() -> int:
     start, seed, found, first = time.monotonic(), options.seed, [], None
     history: list[list[dict[str, float]]] = []
     while time.monotonic() - start < 60 * options.minutes:
-        cases = []
+        cases: list[Case] = []
         while len(cases) < CHUNK:
             case = draw(seed, options.link, without=("late", "stop", "kill"))
             seed += 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 import campaign_runner
+import cuda_emulator
 import pytest
 from rank_pool import RankPool
 
@@ -20,7 +21,7 @@ FIRST = int(os.environ.get("PYPIPE_FAULTS_FIRST", "0"))
 @pytest.mark.timeout(300 + 2 * max(CASES.values()))
 @pytest.mark.parametrize("link", CASES)
 def test_every_rank_learns_the_first_cause_and_a_new_schedule_trains(ranks: RankPool, link: str) -> None:
-    if link == "nccl" and not campaign_runner.cuda_emulator.has_compiler():
+    if link == "nccl" and not cuda_emulator.has_compiler():
         pytest.skip("no C++ compiler: the emulator cannot be built here")
     with campaign_runner.runner(link, ranks) as runner:
         found = runner.run(FIRST, CASES[link])

@@ -76,19 +76,19 @@ def test_one_signal_ends_all_ranks(
 ) -> None:
     ranks = _start(*arguments)
     try:
-        for rank in hit:
-            os.kill(ranks[rank].pid, number)
+        for place in hit:
+            os.kill(ranks[place].pid, number)
         errors = [rank.communicate(timeout=60)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
-    for rank, text in enumerate(errors):
-        assert ranks[rank].returncode != 0
-        if rank in hit:
+    for place, text in enumerate(errors):
+        assert ranks[place].returncode != 0
+        if place in hit:
             assert number is not signal.SIGINT or "KeyboardInterrupt" in text or "interrupted" in text, text
             continue
-        assert all(words in text for words in told), f"rank {rank}:\n{text}"
+        assert all(words in text for words in told), f"rank {place}:\n{text}"
     assert all(len(text.splitlines()) <= 60 for text in errors), "\n".join(errors)
     for rank in ranks:
         with pytest.raises(ProcessLookupError):

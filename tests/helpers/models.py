@@ -37,7 +37,8 @@ class Attention(nn.Module):
         q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.mlp(self.norm2(x))
+        result: Tensor = x + self.mlp(self.norm2(x))
+        return result
 
 
 class Embed(nn.Module):
@@ -46,7 +47,8 @@ class Embed(nn.Module):
         self.embedding = nn.Embedding(vocabulary, width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.embedding(tokens)
+        vectors: Tensor = self.embedding(tokens)
+        return vectors
 
 
 class MixedStage(nn.Module):
@@ -106,7 +108,7 @@ def _gpt(stages: int) -> tuple[list[nn.Module], Callable[[int], tuple[Any, Any]]
 
 
 def _mixed(stages: int) -> tuple[list[nn.Module], Callable[[int], tuple[Any, Any]], Callable[..., Tensor]]:
-    modules = [MixedStage(6, stage == 0, stage == stages - 1) for stage in range(stages)]
+    modules: list[nn.Module] = [MixedStage(6, stage == 0, stage == stages - 1) for stage in range(stages)]
 
     def batch(rows: int) -> tuple[Tensor, Tensor]:
         return torch.randn(rows, 6, dtype=torch.float64), torch.randn(rows, 6, dtype=torch.float64)

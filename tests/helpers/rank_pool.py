@@ -46,7 +46,7 @@ def _serve(rank: int, size: int, folder: str, environment: dict[str, str], pipe:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    store = dist.FileStore(os.path.join(folder, "store"), size)
+    store = dist.FileStore(os.path.join(folder, "store"), size)  # type: ignore[attr-defined]  # public, not in __all__
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     groups = {count: dist.new_group(list(range(count))) for count in range(1, size + 1)}
     while True:

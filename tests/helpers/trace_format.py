@@ -51,7 +51,7 @@ def complaints(trace: Any) -> Iterator[str]:
             open_ends.append(end)
     if arrows["s"].keys() != arrows["f"].keys():
         yield "an arrow without an end"
-    for number, start in arrows["s"].items():
-        end = arrows["f"].get(number, start)
-        if (start["name"], start.get("cat")) != (end["name"], end.get("cat")) or end["ts"] < start["ts"]:
-            yield f"an arrow's ends do not belong together: {start}, {end}"
+    for number, tail in arrows["s"].items():
+        head = arrows["f"].get(number, tail)
+        if (tail["name"], tail.get("cat")) != (head["name"], head.get("cat")) or head["ts"] < tail["ts"]:
+            yield f"an arrow's ends do not belong together: {tail}, {head}"

@@ -126,12 +126,12 @@ def test_what_we_write_is_loaded_by_torch(name: str, n_microbatches: int, tmp_pa
     runtime = schedules._PipelineScheduleRuntime(given, n_microbatches)
     dump_csv(program, path)
     assert load_csv(path, name=program.name) == program
-    runtime._load_csv(path, format="compute_only")
+    runtime._load_csv(str(path), format="compute_only")
     for single_communicator in (False, True):
         lowered = lower(program, single_communicator=single_communicator)
         dump_csv(lowered, path)
         assert load_csv(path, name=program.name) == lowered
-        runtime._load_csv(path, format="compute_comms")
+        runtime._load_csv(str(path), format="compute_comms")
         assert {rank: list(map(str, actions)) for rank, actions in runtime.pipeline_order_with_comms.items()} == {
             rank: list(map(str, actions)) for rank, actions in enumerate(lowered.ranks)
         }

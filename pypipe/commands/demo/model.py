@@ -32,6 +32,7 @@ class Embedding(nn.Module):
             nn.init.normal_(table.weight, std=0.5)  # large, so that 60 steps learn something
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """From int64 (batch, context) to float32 (batch, context, width)."""
         vectors: Tensor = self.characters(tokens) + self.places.weight[: tokens.shape[1]]
         return vectors
 
@@ -52,6 +53,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        """From (batch, context, width) to the same shape."""
         heads = self.queries_keys_values(self.attention_norm(x)).unflatten(-1, (3, -1, HEAD_WIDTH))
         queries, keys, values = heads.permute(2, 0, 3, 1, 4)  # each (batch, heads, context, head width)
         mixed = nn.functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
@@ -69,6 +71,7 @@ class Head(nn.Module):
         self.scores = nn.Linear(shape.width, shape.vocabulary)
 
     def forward(self, x: Tensor) -> Tensor:
+        """From (batch, context, width) to (batch, context, vocabulary)."""
         scores: Tensor = self.scores(self.norm(x))
         return scores
 

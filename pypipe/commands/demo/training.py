@@ -78,7 +78,7 @@ def train_unpipelined(options: Options, text: str) -> Iterator[float]:
     optimizer = optimizer_for(module)
     for x, y in data:
         loss = loss_of(module(x), y)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         yield loss.item()

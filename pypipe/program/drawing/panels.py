@@ -42,8 +42,9 @@ Drawn = Panel | Timeline | Program
 
 
 def panels_of(drawn: Sequence[Drawn]) -> list[Panel]:
-    """Panels for whatever may be drawn; a program is drawn with unit times, in which a B beside halves takes two and
-    a RESHARD none.
+    """One panel for each of what may be drawn.
+
+    A program is drawn with unit times, in which a B beside halves takes two and a RESHARD none.
 
     Raises:
         ProgramError: a program cannot be simulated.

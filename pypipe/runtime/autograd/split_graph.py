@@ -78,6 +78,7 @@ class Structure:
 
     @classmethod
     def of(cls, key: Sequence[Any]) -> Structure:
+        """The structure that a key describes: numbers of the roots, then of each node its kind and its edges."""
         kinds: list[type] = []
         numbers: list[list[int]] = [[]]  # the roots', then each node's
         for entry in key:

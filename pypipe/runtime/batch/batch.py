@@ -144,8 +144,11 @@ class Batch:
         return kwargs
 
     def target(self, microbatch: int, share: Share) -> Any:
-        """This microbatch's target. One that is a multiple of the batch's length is cut in proportion, unless the
-        arguments are cut along another dimension."""
+        """This microbatch's target.
+
+        One whose length is a multiple of the batch's is cut in proportion, unless the arguments are cut along another
+        dimension.
+        """
         if self._target_pieces is None:
             self._target_pieces = self._target.pieces(
                 self._n_microbatches, batch_rows=share.batch_rows, scaled=True, others=self._others

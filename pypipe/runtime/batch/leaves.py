@@ -74,21 +74,26 @@ class TensorLeaf(Leaf):
 
     @property
     def rows(self) -> int:
+        """The length along the dimension that it is cut along."""
         return int(self.value.shape[self.dim])
 
     def length(self, dim: int) -> int | None:
+        """The length along another dimension; None where there is no such one."""
         n_dims = self.value.dim()
         if not -n_dims <= dim < n_dims or dim % n_dims == self.dim:
             return None
         return int(self.value.shape[dim])
 
     def text(self) -> str:
+        """Name and shape."""
         return f"{path_text(self.path)} (shape {tuple(self.value.shape)})"
 
     def piece(self, start: int, size: int) -> Tensor:
+        """A view of `size` rows from `start` on."""
         return _narrow(self.value, self.dim or 0, start, size)
 
     def pieces(self, cuts: Sequence[int]) -> list[Any]:
+        """Views of all pieces; those of a plain tensor have no node and version of the whole."""
         if _is_plain(self.value):
             return [piece.data for piece in torch.split(self.value, list(cuts), self.dim or 0)]
         # One by one: pieces that split() makes share one node, which backward may walk only once.
@@ -116,6 +121,7 @@ class _NestedLeaf(Leaf):
 
     @property
     def rows(self) -> int:
+        """The length along the dimension that it is cut along."""
         return int(self.value.size(0))
 
     def text(self) -> str:
@@ -159,6 +165,7 @@ class _MaskLeaf(Leaf):
 
     @property
     def rows(self) -> int:
+        """The length along the dimension that it is cut along."""
         return int(self.value.kv_num_blocks.shape[0])
 
     def text(self) -> str:

@@ -262,8 +262,11 @@ class Cuttable:
 
 
 class Pieces(Sequence[Any]):
-    """The microbatches' trees, each with tensors of its own. The first one that is asked for is made by itself, so that
-    the pipeline need not wait for the others; they are made when the second one is asked for."""
+    """The microbatches' trees, each with tensors of its own.
+
+    The first one that is asked for is made by itself, so that the pipeline need not wait for the others; they are made
+    when the second one is asked for.
+    """
 
     def __init__(
         self, leaves: Sequence[Leaf], rebuild: Rebuild, cuts: Sequence[Sequence[int] | None], n_microbatches: int

@@ -329,8 +329,10 @@ def _inside_engine(function: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def _without_advice() -> Iterator[None]:
-    """DDP says, once, that all parameters were used though it was told to look for unused ones. Of one step's M
-    microbatches that is no news."""
+    """Silences DDP where it says that all parameters were used though it was told to look for unused ones.
+
+    It looks at one step's M microbatches at once, of which that is to be expected.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*find_unused_parameters=True was specified")
         yield

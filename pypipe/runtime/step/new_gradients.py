@@ -45,8 +45,10 @@ class NewGradients:
         self._others, self._without, self._is_known = (), [], True
 
     def look(self) -> None:
-        """Looks which leaves have no `.grad`, in the stage's first action before it waits: a walk through a module
-        takes long."""
+        """Looks which leaves have no `.grad`.
+
+        The stage's first action does it before it waits: a walk through a module takes long.
+        """
         if self._is_known:
             return
         self._is_known = True

@@ -107,8 +107,11 @@ class SendChannel(ABC):
         return False
 
     def finish(self) -> None:
-        """Ends a step: what the current stream gets from now on may overwrite all that was sent, such as an input that
-        a stage has passed on unchanged."""
+        """Ends a step.
+
+        What the current stream gets from now on may overwrite all that was sent, such as an input that a stage has
+        passed on unchanged.
+        """
 
     def begin(self, *, training: bool) -> None:
         """Begins a step. Messages say whether it is one of step() or of eval(): ranks must not mix them."""

@@ -44,8 +44,10 @@ def to_plain(tensor: Any, place: str) -> tuple[Tensor, Distribution]:
 
 
 def _of_gradients(placements: Sequence[Any]) -> list[Any]:
-    """The placements of a DTensor's gradient: each term of a sum has the whole sum's. Older releases of torch take them
-    to be the tensor's own."""
+    """The placements of a DTensor's gradient: each term of a sum has the whole sum's.
+
+    Older releases of torch take them to be the tensor's own.
+    """
     from torch.distributed.tensor import Partial, Replicate
 
     return [Replicate() if isinstance(placement, Partial) else placement for placement in placements]

@@ -36,8 +36,12 @@ class Gradients(ABC):
 
     @abstractmethod
     def take(self, microbatch: int) -> Lease:
-        """Waits for this microbatch's gradients. `tree` is a list: one for each output that required a gradient; None
-        where nothing depends on that output."""
+        """Waits for this microbatch's gradients.
+
+        Returns:
+            A lease whose `tree` is a list: a gradient for each output that required one; None where nothing depends on
+            that output.
+        """
 
     @abstractmethod
     def give_back(self, lease: Lease) -> None:

@@ -1,5 +1,7 @@
 """The builder that searches: sound, within memory, and never worse than the fixed schedules."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +15,7 @@ FIXED = [name for name in builder_names() if name != "auto"]
 PROFILES = [((18522, 18086, 9337, 601), 0.0433), ((29718, 29444, 19927, 527), 0.0029)]
 
 
-def times_of(profile: tuple[float, float, float, float], stages_per_rank: int) -> dict[str, float]:
+def times_of(profile: tuple[float, float, float, float], stages_per_rank: int) -> dict[str, Any]:
     forward, input_backward, weight_backward = (time / stages_per_rank for time in profile[:3])
     return {
         "forward": forward,
@@ -78,7 +80,7 @@ def test_whatever_the_stages_cost_the_program_is_sound_and_within_memory(
     n_stages = n_ranks * per_rank
     costs = st.lists(st.integers(0, 9), min_size=n_stages, max_size=n_stages)
     sizes = data.draw(st.lists(st.integers(1, 9), min_size=n_stages, max_size=n_stages))
-    times = {name: data.draw(costs) for name in ("forward", "input_backward", "weight_backward", "hop")}
+    times: dict[str, Any] = {name: data.draw(costs) for name in ("forward", "input_backward", "weight_backward", "hop")}
     placement = data.draw(st.permutations(list(range(n_ranks)) * per_rank))
     fewest = [sum(sizes[s] for s in range(n_stages) if placement[s] == rank) for rank in range(n_ranks)]
     memory = [least + data.draw(st.integers(0, 20)) for least in fewest]
@@ -121,7 +123,7 @@ def test_whatever_times_and_memory_it_is_never_worse_than_a_fixed_schedule(
 ) -> None:
     n_stages = n_ranks * per_rank
     costs = st.one_of(st.integers(0, 9), st.lists(st.integers(0, 9), min_size=n_stages, max_size=n_stages))
-    times = {name: data.draw(costs) for name in ("forward", "input_backward", "weight_backward", "hop")}
+    times: dict[str, Any] = {name: data.draw(costs) for name in ("forward", "input_backward", "weight_backward", "hop")}
     memory = data.draw(st.integers(per_rank, per_rank * (2 * n_ranks + 1)))
     program = build("auto", n_ranks, n_microbatches, stages_per_rank=per_rank, memory=memory, effort=0.002, **times)
     assert max(verify(lower(program)).peak_activations) <= memory

@@ -38,6 +38,7 @@ def test_arrows_lead_from_inside_what_makes_a_message_to_inside_what_uses_it() -
     slices = events(text, "X")
 
     def around(arrow: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any]
         (found,) = (
             each["args"]
             for each in slices

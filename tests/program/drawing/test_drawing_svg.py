@@ -28,7 +28,8 @@ def boxes(text: str) -> dict[str, list[tuple[float, float, float]]]:
     for group in ElementTree.fromstring(text).iter(f"{NAMESPACE}g"):
         for box in group.findall(f"{NAMESPACE}rect"):
             if (fill := group.get("fill")) is not None:
-                found.setdefault(fill, []).append(tuple(float(box.attrib[name]) for name in ("x", "y", "width")))
+                x, y, width = (float(box.attrib[name]) for name in ("x", "y", "width"))
+                found.setdefault(fill, []).append((x, y, width))
     return found
 
 

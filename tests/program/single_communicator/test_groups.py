@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pypipe.program import build, builder_names, channel_of, lower
+from pypipe.program import Channel, build, builder_names, channel_of, lower
 from pypipe.program.single_communicator.groups import ends_of_groups
 
 
@@ -45,7 +45,8 @@ def test_with_groups_as_rendezvous_and_one_at_a_time_every_rank_reaches_its_end(
     for n_ranks, n_microbatches in ((2, 4), (4, 8)):
         program = lower(build(name, n_ranks, n_microbatches), single_communicator=True)
         ends = [ends_of_groups(program, rank) for rank in range(n_ranks)]
-        at, announced = [0] * n_ranks, set()
+        at = [0] * n_ranks
+        announced: set[tuple[Channel, int]] = set()
         moved = True
         while moved:
             moved = False

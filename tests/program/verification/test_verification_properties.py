@@ -40,7 +40,7 @@ def users_programs(draw: st.DrawFn) -> Program:
     n_stages = draw(st.integers(1, 4))
     placement = tuple(draw(st.integers(0, n_ranks - 1)) for _ in range(n_stages))
     cut, share = draw(st.integers(0, n_stages - 1)), draw(st.integers(0, n_microbatches))
-    chains = (Chain(range(n_stages), range(n_microbatches)),)
+    chains: tuple[Chain, ...] = (Chain(range(n_stages), range(n_microbatches)),)
     if cut:
         first = Chain(range(cut), range(share))
         chains = first, Chain(range(cut, n_stages), range(share, n_microbatches))

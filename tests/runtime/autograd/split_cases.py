@@ -363,4 +363,4 @@ def assert_equal(found: dict[str, Tensor | None], expected: dict[str, Tensor | N
         if gradient is None:
             assert other is None, name
         else:
-            torch.testing.assert_close(other, gradient, rtol=1e-12, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}")
+            torch.testing.assert_close(other, gradient, rtol=1e-12, atol=1e-12, msg=f"{{}}, of {name}".format)

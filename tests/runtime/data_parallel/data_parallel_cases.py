@@ -26,8 +26,11 @@ SPARSE = ("find_unused", "static_unused")  # kinds of wrapper whose stages leave
 
 
 class Piece(nn.Module):
-    """A stage with a frozen parameter, one whose gradient is the received gradient itself where a microbatch has one
-    row, and, where it is sparse, one that some microbatches use and one that none does."""
+    """A stage with a frozen parameter, and one whose gradient may be the received gradient itself.
+
+    That is so where a microbatch has one row. A sparse one also has a parameter that some microbatches use and one that
+    none does.
+    """
 
     def __init__(self, sparse: bool, static: bool) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ import functools
 import math
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 from unittest.mock import patch
 
 import torch
@@ -109,7 +109,8 @@ class ComputeStream:
 
 
 # As they are without a patch.
-_NcclSendChannel, _NcclReceiveChannel = nccl.NcclSendChannel, nccl.NcclReceiveChannel
+_NcclSendChannel: TypeAlias = nccl.NcclSendChannel
+_NcclReceiveChannel: TypeAlias = nccl.NcclReceiveChannel
 
 
 def _registered(memory: Any, block: Tensor) -> Tensor:

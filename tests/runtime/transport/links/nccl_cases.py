@@ -54,7 +54,9 @@ def seeds(rank: int, size: int, group: Any, cases: list[tuple[int, transparency.
     return found
 
 
-def one_place(rank: int, size: int, group: Any, communicators: str, cases: list[tuple[int, Any]]) -> list[str]:
+def one_place(
+    rank: int, size: int, group: Any, communicators: str, cases: list[tuple[int, transparency.Case]]
+) -> list[str]:
     """The same where a device holds one NCCL kernel at a time, and no send ends before its receive."""
     emulator, compute = control(), compute_stream()
     found: list[str] = []
