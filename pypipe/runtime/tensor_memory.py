@@ -29,13 +29,29 @@ def copy_of(tensor: Tensor) -> Tensor:
     """
     tensor = settled(tensor.detach())
     if type(tensor) is Tensor or not hasattr(tensor, "__tensor_flatten__"):
-        return tensor.clone()
+        return _clone(tensor)
     kind: Any = type(tensor)
     names, rest = tensor.__tensor_flatten__()
     held = {name: getattr(tensor, name) for name in names}
     copied = {name: copy_of(each) if isinstance(each, Tensor) else each for name, each in held.items()}
     made: Tensor = kind.__tensor_unflatten__(copied, rest, tensor.shape, tensor.stride())
     return made.detach()
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    if tensor.dtype in _NO_CLONE:  # its elements as they lie in memory, as bytes
+        flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).clone().view(tensor.dtype)
+        return flat.as_strided(tensor.shape, tensor.stride())
+    return tensor.clone()
+
+
+# torch has these types, and few operations on them.
+_NO_CLONE = {
+    getattr(torch, f"{kind}{bits}")
+    for kind in ("int", "uint")
+    for bits in range(1, 8)
+    if hasattr(torch, f"{kind}{bits}")
+}
 
 
 def settled(tensor: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from campaign_faults import PATIENCE, linked
 import pypipe
 from pypipe.runtime.diagnostics import status_table
 from pypipe.runtime.rendezvous import agreement
+from pypipe.runtime.transport.channel import ReceiveChannel
 from pypipe.runtime.transport.links import nccl
 
 SHORT = 0.5  # the timeout of those who wait for a rank that is late or stopped
@@ -128,7 +129,7 @@ class Trial:
         for index, action in enumerate(executor.actions):
             stage = stages[action.stage]
             channel = stage._receive_forward if action.kind.label == "F" else stage._receive_backward
-            remote = hasattr(channel, "_port")
+            remote = isinstance(channel, ReceiveChannel)
             possible = kinds is None or action.kind.label in kinds
             if fault == "corrupt":
                 possible = possible and remote

@@ -102,7 +102,7 @@ def make(case: Case, schedule: Any, stage: Any, action: Any) -> Callable[[], Non
             return functools.partial(_spoil, stage._module)
         case "corrupt":
             channel = stage._receive_forward if action.kind.label == "F" else stage._receive_backward
-            return functools.partial(_flip_next, channel._port, random.Random(case.seed))
+            return functools.partial(_flip_next, channel, random.Random(case.seed))
     return lambda: None
 
 
@@ -183,22 +183,22 @@ def _be_late(module: nn.Module, ready: Callable[[], bool]) -> None:
     hook = module.register_forward_pre_hook(wait)
 
 
-def _flip_next(port: Any, source: random.Random) -> None:
+def _flip_next(channel: Any, source: random.Random) -> None:
     """Flips one bit of the next message that arrives."""
-    receive = port.receive
+    wait = channel.wait
 
     def flipping(tag: Any) -> Any:
-        message = receive(tag)
+        message = wait(tag)
         position, bit = source.randrange(WIDTH * 8), 1 << source.randrange(8)
         if hasattr(message, "buffer"):
             message.buffer[position] ^= bit
         else:
             memory = memoryview(message).cast("B")
             memory[position] ^= bit
-        del port.receive  # the method shows again
+        del channel.wait  # the method shows again
         return message
 
-    port.receive = flipping
+    channel.wait = flipping
 
 
 class Word:

@@ -229,8 +229,8 @@ def slots_passed_on(rank: int, size: int, group: Any) -> list[str]:
         for _ in range(2):
             schedule.step(torch.randn(12, WIDTH), target=torch.randn(12, WIDTH))
         stages = schedule._pipeline._running.stages.values()
-        lenders = [stage._loans for stage in stages if stage._loans is not None]
-        return [f"rank {rank}: gradients are copied" for each in lenders if each._copying]
+        lenders = [stage._gradients for stage in stages if stage._gradients is not None]
+        return [f"rank {rank}: gradients are copied" for each in lenders if each._copies or each._tries]
 
 
 def leftovers(rank: int, size: int, group: Any, how: str, link: str) -> list[str]:

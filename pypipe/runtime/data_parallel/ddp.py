@@ -50,6 +50,7 @@ class Replicated:
         self._first_static = False
         self._used: list[int] | None = None  # with static_graph, what the first step used
         self._static_calls: dict[int, int] = {}  # and how often the reducer expects each one's hook
+        self._took_part = False  # in this step's reduction, which may have failed all the same
         self._is_reduced = False
         self._reductions: Reductions | None = None
 
@@ -94,7 +95,7 @@ class Replicated:
             self._reductions = Reductions(torch.distributed.get_process_group_ranks(ddp.process_group))
         self._reductions.check_last()
         _parameters(ddp)  # before anything is added to .grad
-        self._is_reduced = False
+        self._took_part = self._is_reduced = False
         self._syncs = self._flag.get(self._state)
         self._flag.set(self._state, False)
         if ddp.static_graph:
@@ -129,14 +130,17 @@ class Replicated:
 
     def forward_failed(self) -> None:
         """See Wrapper."""
+        if self._syncs is None:
+            return
         ddp: Any = self._get_ddp()
-        if self._syncs is not None and ddp._check_sync_bufs_pre_fwd():
+        ddp.reducer._rebuild_buckets()  # which the first forward after the first reduction does, and no later one
+        if ddp._check_sync_bufs_pre_fwd():
             ddp._sync_buffers()
             ddp.require_forward_param_sync = False  # as after a forward without a reduction
 
     def reduce_failed(self, reason: str) -> None:
         """See Wrapper."""
-        if not self._syncs or self._is_reduced:
+        if not self._syncs or self._took_part:
             return
         assert self._reductions is not None
         self._reductions.tell(self._reductions.begin(), reason)
@@ -153,6 +157,7 @@ class Replicated:
 
     def _reduce(self) -> tuple[list[int], list[int]]:
         """The reduction; returns whose hooks were called, and which parameters had a gradient, by number."""
+        self._took_part = True
         ddp = self._get_ddp()
         reducer: Any = ddp.reducer  # torch's stubs leave out what is private
         parameters = _parameters(ddp)

@@ -45,6 +45,7 @@ class Sharded:
         self._is_last_backward = True
         self._training = False
         self._is_gathered = False
+        self._took_part = False  # in this step's reduction, which may have failed all the same
         self._is_reduced = False
         self._reductions: Reductions | None = None
 
@@ -83,7 +84,7 @@ class Sharded:
             self._reductions = Reductions(self._ranks())
         self._reductions.check_last()
         self._training = training
-        self._is_gathered = self._is_reduced = False
+        self._is_gathered = self._took_part = self._is_reduced = False
         context = self._state._state_ctx
         self._is_last_backward = context.is_last_backward
         context.is_last_backward = False
@@ -125,7 +126,7 @@ class Sharded:
 
     def reduce_failed(self, reason: str) -> None:
         """See Wrapper."""
-        if not self._training or self._is_reduced:
+        if not self._training or self._took_part:
             return
         assert self._settings is not None
         assert self._reductions is not None
@@ -156,6 +157,7 @@ class Sharded:
 
     def _reduce(self) -> None:
         assert self._settings is not None
+        self._took_part = True
         self._state._state_ctx.is_last_backward = self._is_last_backward
         for group, own in self._settings:
             _set(group, own._replace(reshard_after_backward=True))

@@ -188,7 +188,7 @@ class Pipeline:
         except KeyboardInterrupt:  # while the end of another rank's step was being told
             raise KeyboardInterrupt from None
         if isinstance(error, Exception):  # else the process is about to end
-            reason = f"{type(public).__name__}: {str(public).partition(chr(10))[0][:300]}"
+            reason = failure.text_of(public).partition("\n")[0][:300]
             try:
                 running.executors[call.training].take_part(reason, training=call.training, has_begun=self._has_begun)
             except Exception as broken:

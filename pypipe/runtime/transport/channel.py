@@ -160,7 +160,7 @@ class SendChannel(ABC):
 class IncomingLayout:
     """A layout as its receiver uses it."""
 
-    __slots__ = ("description", "has_leaves", "is_tensor", "offsets", "specs")
+    __slots__ = ("description", "entered", "has_leaves", "is_tensor", "offsets", "specs")
 
     def __init__(
         self, description: trees.Description, specs: tuple[trees.TensorSpec, ...], offsets: tuple[int, ...]
@@ -169,7 +169,8 @@ class IncomingLayout:
         self.specs = specs
         self.offsets = offsets
         self.is_tensor: bool = description[0] == "T"  # and nothing around it
-        self.has_leaves = any(spec.requires_grad for spec in specs)
+        self.entered = tuple(spec.requires_grad for spec in specs)
+        self.has_leaves = any(self.entered)
 
     def enter(self, tensors: list[Tensor]) -> list[Tensor]:
         """Makes leaves of the tensors that required gradients at the sender, and has `tensors` begin a graph there.
@@ -289,10 +290,10 @@ class ReceiveChannel(ABC):
             tree = trees.rebuild(layout.description, tensors, self.meshes)
             tree = tree[0] if self._checksum else tree
         if not copies:
-            return SlotLease(self, message, tree, tensors, leaves, beside)
+            return SlotLease(self, message, tree, tensors, leaves, layout.entered if leaves else None, beside)
         rows, batch_rows = message.rows, message.batch_rows
         self.release(message)
-        return CopiesLease(tree, tensors, leaves, rows, batch_rows)
+        return CopiesLease(tree, tensors, leaves, layout.entered if leaves else None, rows, batch_rows)
 
     def _open(
         self, message: Any, layout: IncomingLayout, *, training: bool

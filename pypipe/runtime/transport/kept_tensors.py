@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -44,16 +46,20 @@ def has_shared_storage(tensor: Tensor) -> bool:
     return _uses(tensor)[2] > _ALONE[2]
 
 
-def is_kept(tensors: list[Tensor], *, beside: bool = False, ahead: bool = False) -> bool:
+def is_kept(
+    tensors: list[Tensor], *, entered: Sequence[bool] | None = None, beside: bool = False, ahead: bool = False
+) -> bool:
     """Whether anything but this list has one of these tensors, in Python or in C++, or has another on their storage.
 
     Args:
         tensors: the list. Only its owner has it.
+        entered: which of them were made to begin a graph (`IncomingLayout.enter`); None: none of them.
         beside: whether one more tensor is known to be kept on each storage.
         ahead: whether the next message's tensors, the like of these, are there on each storage already.
     """
-    for tensor in tensors:
-        is_entered = tensor.grad_fn is not None
+    turns = iter(entered) if entered is not None else itertools.repeat(False)
+    for tensor in tensors:  # without enumerate() or zip(), whose tuples count as references
+        is_entered = next(turns)
         python, core, storage = _ENTERED if is_entered else _ALONE
         if ahead:
             storage += 1 + is_entered

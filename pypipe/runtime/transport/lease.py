@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -82,10 +83,12 @@ class SlotLease(Lease):
         owner: whose slot it is.
         message: the owner's word for what lies in the slot.
         tensors: the message's tensors.
+        leaves: see Lease.
+        entered: which of the tensors begin a graph, at whose end a leaf is; None: none of them.
         beside: keeps one more tensor on each storage; None: nothing does.
     """
 
-    __slots__ = ("_beside", "_message", "_owner", "_tensors")
+    __slots__ = ("_beside", "_entered", "_message", "_owner", "_tensors")
 
     def __init__(
         self,
@@ -94,9 +97,11 @@ class SlotLease(Lease):
         tree: Any,
         tensors: list[Tensor],
         leaves: list[Tensor],
+        entered: Sequence[bool] | None = None,
         beside: object | None = None,
     ) -> None:
         super().__init__(tree, leaves, message.rows, message.batch_rows)
+        self._entered = entered
         self._owner = owner
         self._message: Any = message
         self._tensors = tensors
@@ -107,7 +112,12 @@ class SlotLease(Lease):
 
     def is_kept(self) -> bool:
         owner = self._owner
-        return is_kept(self._tensors, beside=self._beside is not None, ahead=owner.is_ahead(self._message))
+        return is_kept(
+            self._tensors,
+            entered=self._entered,
+            beside=self._beside is not None,
+            ahead=owner.is_ahead(self._message),
+        )
 
     def give_back(self) -> None:
         for tensor in self._tensors:
@@ -127,20 +137,27 @@ class SlotLease(Lease):
 class CopiesLease(Lease):
     """Copies of a message's tensors: memory of the stage's own, for as long as its backward reads it."""
 
-    __slots__ = ("_copies",)
+    __slots__ = ("_copies", "_entered")
 
     def __init__(
-        self, tree: Any, copies: list[Tensor], leaves: list[Tensor], rows: int = 0, batch_rows: int = 0
+        self,
+        tree: Any,
+        copies: list[Tensor],
+        leaves: list[Tensor],
+        entered: Sequence[bool] | None = None,
+        rows: int = 0,
+        batch_rows: int = 0,
     ) -> None:
         super().__init__(tree, leaves, rows, batch_rows)
         self._copies = copies
+        self._entered = entered
 
     def _holds_part(self, part: Tensor) -> bool:
         pointer = part.untyped_storage().data_ptr()
         return any(copy.untyped_storage().data_ptr() == pointer for copy in self._copies)
 
     def is_kept(self) -> bool:
-        return is_kept(self._copies)
+        return is_kept(self._copies, entered=self._entered)
 
     def give_back(self) -> None:
         self._copies = []

@@ -111,6 +111,9 @@ def after_a_failure(rank: int, size: int, group: Any, wrapper: str) -> list[str]
 def one_replica_fails(rank: int, size: int, group: Any, schedule: str, wrapper: str, where: str) -> list[str]:
     """A step or eval that fails in replica 1 only; then new schedules, and the right numbers in both replicas."""
     replicas = Replicas(rank, size, Case(schedule, wrapper, 4, 8))
+    if where == "second step":  # in which DDP's first forward makes its buckets anew, on all replicas
+        replicas.step(9)
+        replicas.zero_grad()
     modules: list[nn.Module] = [_Faulty(module) for module in replicas.modules]
     built = transparency.build(
         replicas.place, 2, replicas.mesh["pp"].get_group(), schedule, modules, 4,
@@ -118,7 +121,7 @@ def one_replica_fails(rank: int, size: int, group: Any, schedule: str, wrapper: 
     )  # fmt: skip
     _, faulty = built.held[0]
     if replicas.replica == 1 and replicas.place == (where == "forward"):
-        faulty.fails_at = {"first forward": 1, "input": 99}.get(where, 3)
+        faulty.fails_at = {"first forward": 1, "second step": 1, "input": 99}.get(where, 3)
         faulty.fails_in_backward = where == "backward"
     x, y = replicas.batch(50, replicas.replica)
     found = []

@@ -78,6 +78,7 @@ def test_a_step_that_fails_leaves_nothing_behind_but_what_it_says(ranks: RankPoo
         ("Schedule1F1B", "ddp", "backward"),
         ("Schedule1F1B", "ddp", "input"),
         ("ScheduleZBH1", "buffers", "first forward"),
+        ("Schedule1F1B", "buffers", "second step"),
         ("ScheduleGPipe", "bucket_view", "forward"),
         ("ScheduleZBVZeroBubble", "ddp", "backward"),
         ("ScheduleInterleaved1F1B v=2", "find_unused", "forward"),
