@@ -1,4 +1,4 @@
-"""Timing: when each compute action of a program runs, as flat lists of numbers."""
+"""The ranks' clocks: when each action of a program runs in simulated time, as flat lists of numbers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Times:
 
 
 def timed_lists(program: Program) -> list[Sequence[Action]]:
-    """Each rank's actions but the transfers, in order."""
+    """List each rank's actions but the transfers, in order."""
     return list(program.without_transfers().ranks) if program.has_transfers else list(program.ranks)
 
 
@@ -46,7 +46,7 @@ def run(
         durations: for each rank, how long each of its actions but the transfers takes, instead of `costs.compute`.
 
     Raises:
-        ProgramError: its ranks wait for each other for ever.
+        ProgramError: its ranks wait for each other forever.
     """
     timing = _Timing(program.without_transfers() if program.has_transfers else program, costs, busy_links, durations)
     walk(timing.program, timing)
@@ -116,7 +116,7 @@ class _Timing(Policy):
                     self.wake(result)
 
     def reason(self, rank: int, number: int) -> tuple[int, str]:
-        """Which result a rank waits for."""
+        """Say which result a rank waits for."""
         position = len(self.ends[rank])
         action = self.program.ranks[rank][position]
         channel, microbatch = divmod(number, self.program.n_microbatches)
@@ -132,8 +132,8 @@ _Row = tuple[int, int, float, float, int]
 
 
 def _rows(program: Program, costs: Costs) -> dict[Kind, list[_Row]]:
-    """For each kind and stage: the numbers of microbatch 0's result that it needs and that it makes (-1 for none), and
-    the latency, occupancy and number of the link (-1 for none) of the result that it makes."""
+    """Tabulate, for each kind and stage, the numbers of microbatch 0's results that it needs and makes (-1 for none),
+    and the latency, occupancy and number of the link (-1 for none) of the result that it makes."""
     n_stages, n_ranks, placement = program.n_stages, program.n_ranks, program.placement
     bases = range(0, n_stages * program.n_microbatches, program.n_microbatches)
     n_outputs = n_stages * program.n_microbatches
