@@ -11,7 +11,7 @@ _ENOUGH = 4  # microbatches for each rank, as a rule of thumb; twice as many is 
 
 
 def advise(comparison: Comparison) -> list[str]:
-    """What is worth saying about a comparison; each sentence only where it applies."""
+    """Write advice on a comparison; each sentence only where it applies."""
     request = comparison.request
     advice = [*_on_memory(comparison), *_on_microbatches(request), *_on_batch(request), *_on_balance(request)]
     best = comparison.best

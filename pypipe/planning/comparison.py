@@ -70,7 +70,7 @@ class Comparison:
 
     @property
     def best(self) -> Row | None:
-        """The row that is marked, or None where nothing fits."""
+        """The marked row, or None where nothing fits."""
         return next((row for row in self.rows if row.is_best), None)
 
 
@@ -81,7 +81,7 @@ def compare(
 
     Args:
         request: what to compare for.
-        search: whether to look for a program made to measure, the row `auto`. It is no worse than any other that
+        search: whether to search for a tailored program, the row `auto`. It is no worse than any other that
             fits, in step time, since the search begins at those.
         progress: is told the name of each schedule when its turn comes.
     """
@@ -145,7 +145,7 @@ def _row(name: str, program: Program, request: Request) -> Row:
 
 
 def _count_transfers(program: Program) -> int:
-    """Messages between ranks: one forward and one back for each microbatch and each cut between ranks."""
+    """Count the messages between ranks: one forward and one back for each microbatch and each cut between ranks."""
     count = 0
     for stage in range(program.n_stages):
         after = program.next_stage(stage)
@@ -168,10 +168,10 @@ def _simulated(program: Program, request: Request) -> Timeline:
 
 
 def _search(request: Request, sound: Sequence[Program]) -> Program:
-    """The best program for any of the placements that the schedules have.
+    """Find the best program for any of the placements that the schedules have.
 
-    A second copy of the parameters is no small matter: placements with one are looked at only where, without a search,
-    they beat what is found for all others.
+    A second copy of the parameters is expensive: placements with one are considered only where, without a search, they
+    beat what a search finds for all others.
     """
     single = [program for program in sound if len(program.chains) == 1]
     best = choose(_found(request, single))
@@ -184,7 +184,7 @@ def _search(request: Request, sound: Sequence[Program]) -> Program:
 
 
 def _found(request: Request, sound: Sequence[Program], *, search: bool = True) -> list[Candidate]:
-    """Candidates for the placements that some programs have: these within memory, and what a search finds."""
+    """Collect candidates for the placements of some programs: those within memory, and what a search finds."""
     shapes: dict[object, list[Program]] = {}
     for program in sound:
         shapes.setdefault((program.placement, program.chains), []).append(program)
@@ -221,7 +221,7 @@ def _stages(shape: Program, request: Request) -> Stages:
 
 
 def _has_room(stages: Stages) -> bool:
-    """Whether each rank's memory holds one microbatch of each of its stages."""
+    """Tell whether each rank's memory holds one microbatch of each of its stages."""
     needed = [0.0] * len(stages.memory)
     for stage, rank in enumerate(stages.shape.placement):
         needed[rank] += stages.activation[stage]

@@ -1,4 +1,4 @@
-"""What is to be planned: ranks, microbatches, times and memory, checked."""
+"""The request: ranks, microbatches, times and memory to plan for, checked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pypipe.program import Program
 
 
 class PlanError(ConfigurationError):
-    """What cannot be planned; the message is one line that says what to give instead."""
+    """A request that cannot be planned; the message is one line that says what to give instead."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Request:
         hop: latency of one transfer from rank to rank.
         stages_per_rank: v of the schedules that have several stages a rank and let one choose how many; None is 2.
         memory: the most that a rank may keep alive, in activations of one microbatch on one rank (A), or in GB where
-            `activation` says what these take; None is no limit.
+            `activation` says what these take; None means no limit.
         activation: GB of one microbatch's activations on one rank, or None; P numbers as for the times.
         unit: "us", "ms" or "s", or None where it is not known.
         traffic: what crosses the cuts, or None where it is not known.
 
     Raises:
-        PlanError: a number that cannot be.
+        PlanError: a number is out of range.
     """
 
     n_ranks: int
@@ -101,7 +101,7 @@ class Request:
         return self.n_microbatches * per_microbatch
 
     def amount(self, memory: float) -> str:
-        """An amount of memory with its unit, as a person reads it."""
+        """Format an amount of memory with its unit."""
         return f"{memory:.3g} GB" if self.activation else f"{memory:.4g} A"
 
     @property
@@ -115,7 +115,7 @@ class Request:
         return self.traffic.per_unit(self.unit) if self.traffic else math.inf
 
     def by_stage(self, program: Program, times: Sequence[float]) -> list[float]:
-        """The share of each of a program's stages in times of ranks.
+        """Divide the times of ranks among a program's stages.
 
         Args:
             program: each of its chains is one copy of the model.

@@ -26,13 +26,13 @@ def load_csv(path: str | os.PathLike[str], *, name: str | None = None) -> Progra
         name: what to call the program; the file's name without its suffix by default.
 
     Raises:
-        ProgramError: a cell, or the file as a whole, is no program; the message names file, row and column.
+        ProgramError: a cell, or the file as a whole, is not a valid program; the message names file, row and column.
         OSError: the file cannot be read.
     """
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ProgramError(f"{path} is no text in UTF-8 (byte {error.start}): give a CSV file") from None
+        raise ProgramError(f"{path} is not UTF-8 text (byte {error.start}): give a CSV file") from None
     return loads_csv(text, name=name if name is not None else Path(path).stem, source=str(path))
 
 
@@ -53,11 +53,11 @@ def loads_csv(text: str, *, name: str = "csv", source: str = "the text") -> Prog
         source: what to call the text in messages.
 
     Returns:
-        The program. Whether it is sound is for `lower` and `verify` to say.
+        The program; `lower` and `verify` check whether it is sound.
 
     Raises:
-        ProgramError: a cell, or the text as a whole, is no program; the message names row, column and cell, and what
-            is allowed there.
+        ProgramError: a cell, or the text as a whole, is not a valid program; the message names row, column and cell,
+            and what is allowed there.
     """
     places: dict[int, tuple[int, str]] = {}  # the rank of each stage, and where it was first listed
     microbatches: dict[int, set[int]] = {}
@@ -105,7 +105,7 @@ def dumps_csv(program: Program) -> str:
 
     torch's formats are "compute_only" for a program without transfers and "compute_comms" for one with. It runs all
     transfers of two ranks in one order, so give it `lower(program, single_communicator=True)`. It knows one
-    chain of stages only: a bidirectional program is for pypipe alone.
+    chain of stages only: only pypipe can load a bidirectional program.
     """
     table = io.StringIO(newline="")
     writer = csv.writer(table)
@@ -116,7 +116,7 @@ def dumps_csv(program: Program) -> str:
 
 
 def _rows(text: str, source: str) -> Iterator[tuple[int, list[str]]]:
-    """The rows that stand for ranks, with their numbers from 1; blank lines at the end stand for nothing."""
+    """Read the rows that stand for ranks, with their numbers from 1; blank lines at the end are ignored."""
     reader = csv.reader(io.StringIO(text.rstrip("\r\n"), newline=""))
     while True:
         try:
@@ -130,7 +130,7 @@ def _rows(text: str, source: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def _read_cell(cell: str) -> list[Action]:
-    """The actions of a cell.
+    """Read the actions of a cell.
 
     Raises:
         ValueError: the cell is not an action.
@@ -155,11 +155,11 @@ def _require_all(what: str, numbers: set[int], source: str) -> None:
     """Require that numbers are 0, 1, 2, ... without a gap."""
     missing = next(number for number in range(len(numbers) + 1) if number not in numbers)
     if missing < len(numbers):
-        raise ProgramError(f"{source} lists {what} {max(numbers)}, but nowhere {what} {missing}: number them from 0")
+        raise ProgramError(f"{source} lists {what} {max(numbers)}, but not {what} {missing}: number them from 0")
 
 
 def _find_chains(microbatches: list[set[int]], n_microbatches: int) -> tuple[Chain, ...]:
-    """Cut the stages where two have no microbatch in common; one chain where the cuts make no sense."""
+    """Cut the stages where two have no microbatch in common; give none where the parts would not be consecutive."""
     starts = [0]
     for stage in range(1, len(microbatches)):
         if microbatches[stage].isdisjoint(microbatches[stage - 1]):

@@ -1,8 +1,8 @@
 """What a stage does once a step together with its data-parallel replicas: UNSHARD, RESHARD and REDUCE_GRAD.
 
 All replicas of a pipeline run the same program, so the ranks that hold one stage have these actions at the same place
-of the same list. Any of them may wait there for its replicas: they come, since each pipeline by itself gets as far as
-that place whatever the others do before it.
+of the same list. Any of them may wait there for its replicas, which do arrive: each pipeline gets as far as that place
+by itself, whatever the others do before it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def add_stage_actions(program: Program, *, reduced: Collection[int] = (), sharde
 
     REDUCE_GRAD stands after the stage's last B or W, and so may fill a bubble in which other ranks still compute;
     UNSHARD stands before the stage's first compute action, RESHARD after its last one and after its REDUCE_GRAD. Each
-    stands behind the transfers there, so that no other rank waits for a message meanwhile. What the program lists of a
-    stage already stays as it is.
+    stands behind the transfers there, so that no other rank waits for a message meanwhile. Actions of
+    these kinds that the program lists already stay where they are.
 
     Args:
         program: with or without transfers; a stage without backwards gets no REDUCE_GRAD.
@@ -31,7 +31,7 @@ def add_stage_actions(program: Program, *, reduced: Collection[int] = (), sharde
         sharded: the stages whose parameters are sharded among replicas.
 
     Returns:
-        The program itself where nothing is missing.
+        The program; the same object where it lists all of them already.
     """
     listed = {(a.stage, a.kind) for actions in program.ranks for a in actions if a.kind.is_per_stage}
     missing = {(stage, Kind.REDUCE_GRAD) for stage in reduced} - listed
@@ -76,7 +76,7 @@ def _extended(actions: Sequence[Action], missing: set[tuple[int, Kind]]) -> list
 
 
 def put_back(lowered: Program, original: Program) -> Program:
-    """Give a program that was lowered without them the actions of this file that it had, behind the transfers there.
+    """Put the per-stage actions of a program back after it was lowered without them, behind the transfers there.
 
     Args:
         lowered: with transfers, and the compute actions of `original`.
@@ -106,7 +106,7 @@ def check_stage_actions(program: Program) -> None:
     RESHARD, and a RESHARD comes last, so that the step ends with as little memory as it began with.
 
     Raises:
-        ProgramError: one of these is not so.
+        ProgramError: one of these rules is broken.
     """
     for rank, actions in enumerate(program.ranks):
         if not any(action.kind.is_per_stage for action in actions):
@@ -126,7 +126,7 @@ def check_stage_actions(program: Program) -> None:
                 raise fault(program, what, action, {rank: position})
             elif kind is Kind.UNSHARD:
                 if stage in unsharded:
-                    what = f"the stage is unsharded since position {unsharded[stage]}; list a RESHARD between the two"
+                    what = f"it has been unsharded since position {unsharded[stage]}; list a RESHARD between the two"
                     raise fault(program, what, action, {rank: position})
                 unsharded[stage] = position
             elif kind is Kind.RESHARD or (kind.is_compute and stage in shards):

@@ -1,4 +1,4 @@
-"""The error that a faulty program raises, and the marked excerpt of its lists that the message shows."""
+"""The error that a faulty program raises, with a marked excerpt of the program's lists in its message."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ProgramError(PipelineError, ValueError):
 
 
 def excerpt(program: Program, marks: Mapping[int, int]) -> str:
-    """The lists of some ranks around one position each, with that position's action between > and <.
+    """Show the lists of some ranks around one position each, with that position's action between > and <.
 
     Args:
         program: whose lists to show.
@@ -57,7 +57,7 @@ def excerpt(program: Program, marks: Mapping[int, int]) -> str:
 
 
 def fault(program: Program, what: str, action: Action, marks: Mapping[int, int]) -> ProgramError:
-    """An error about one action.
+    """Make an error about one action.
 
     Args:
         program: the faulty program.
@@ -75,7 +75,7 @@ def fault(program: Program, what: str, action: Action, marks: Mapping[int, int])
 
 
 def stuck(program: Program, waits: Mapping[int, tuple[int, str]]) -> ProgramError:
-    """An error about ranks that wait for each other for ever.
+    """Make an error about ranks that wait for each other forever.
 
     Args:
         program: the faulty program.

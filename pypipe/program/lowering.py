@@ -46,7 +46,7 @@ def lower(program: Program, *, single_communicator: bool = False) -> Program:
         single_communicator: whether each pair of ranks has one communicator, instead of one for each link.
 
     Returns:
-        The same program with transfers. Time is linear in the number of actions.
+        The same program with transfers. The time taken is linear in the number of actions.
 
     Raises:
         ProgramError: the compute actions are incomplete, or out of order within a rank, or no number of slots
@@ -80,7 +80,7 @@ def lower(program: Program, *, single_communicator: bool = False) -> Program:
 
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Keep the garbage collector from looking through the new actions again and again: none is in a cycle."""
+    """Keep the garbage collector from scanning the new actions again and again, which form no cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -91,7 +91,7 @@ def _collector_paused() -> Iterator[None]:
 
 
 def _order_of_links(program: Program, messages: Messages) -> dict[Link, list[int]]:
-    """For each link, its messages in the order in which their producers stand in the sender's list."""
+    """List, for each link, its messages in the order in which their producers stand in the sender's list."""
     links: dict[Link, list[int]] = {}
     queues: dict[int, list[int]] = {}  # of each base
     for bases in (messages.sent[Kind.F], messages.sent[Kind.B]):
@@ -120,7 +120,7 @@ class _Lowering(Policy):
     Attributes:
         lists: the ranks' lists, with transfers.
         slots: as given, and more where ranks would have waited for each other.
-        has_granted: whether there are more.
+        has_granted: whether any channel got more slots than given.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class _Lowering(Policy):
             self._post(self._queue_of_channel[channel])
 
     def reason(self, rank: int, number: int) -> tuple[int, str]:
-        """Which message a rank waits for; for RECVs none waits in the end."""
+        """Say which message a rank waits for; no rank is left waiting for a RECV, since `relieve` grants slots."""
         return self._at[rank], self._messages.reason(number, self._at)
 
     def _post(self, queue: int) -> None:

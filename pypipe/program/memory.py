@@ -10,7 +10,7 @@ from pypipe.program.programs import Program
 
 
 def peak_memory(program: Program, activation: float | Sequence[float] = 1) -> tuple[float, ...]:
-    """For each rank, the most memory that its live activations take at any time.
+    """Compute, for each rank, the most memory that its live activations take at any time.
 
     A stage's activations of one microbatch live from the start of its F to the end of its B, or of its W where
     the backward is split (of the F in a program without backwards).

@@ -21,9 +21,9 @@ class Messages:
     Attributes:
         count: one more than the largest number, 2 * S * M.
         bases: for each kind and stage, the number of the message of microbatch 0 that its action waits for, sends or
-            receives; -1 where that is none, because the neighbour is on the same rank or there is none.
+            receives; -1 where none crosses ranks, because the neighbour is on the same rank or does not exist.
         sent: likewise, the message that a SEND must carry once the action has run.
-        received: for each `number // M`, the rank that takes the channel's messages; -1: it has none.
+        received: for each `number // M`, the rank that takes the channel's messages; -1 where there is no such channel.
     """
 
     def __init__(self, program: Program) -> None:
@@ -60,7 +60,7 @@ class Messages:
         self.sent = {Kind.F: outputs, Kind.B: input_gradients, Kind.I: input_gradients, Kind.W: none}
 
     def channel(self, number: int) -> Channel:
-        """The channel that carries a message."""
+        """Find the channel that carries a message."""
         stage, is_gradient = self._target(number)
         if is_gradient:
             after = self._program.next_stage(stage)
@@ -71,18 +71,18 @@ class Messages:
         return Channel(Kind.F, before, stage)
 
     def send(self, number: int) -> Action:
-        """The SEND that puts a message on its link."""
+        """Find the SEND that puts a message on its link."""
         channel = self.channel(number)
         kind = Kind.SEND_F if channel.kind is Kind.F else Kind.SEND_B
         return Action(channel.source_stage, kind, number % self._program.n_microbatches)
 
     def receive(self, number: int) -> Action:
-        """The RECV that takes a message from its link."""
+        """Find the RECV that takes a message from its link."""
         stage, is_gradient = self._target(number)
         return Action(stage, Kind.RECV_B if is_gradient else Kind.RECV_F, number % self._program.n_microbatches)
 
     def producer(self, number: int) -> Action:
-        """The F, B or I that makes a message."""
+        """Find the F, B or I that makes a message."""
         channel, microbatch = self.channel(number), number % self._program.n_microbatches
         actions = self._program.ranks[self._program.placement[channel.source_stage]]
         kinds = (Kind.F,) if channel.kind is Kind.F else (Kind.I, Kind.B)
@@ -90,7 +90,7 @@ class Messages:
         return next((action for action in candidates if action in actions), candidates[-1])
 
     def reason(self, number: int, at: Sequence[int]) -> str:
-        """Why a rank cannot go on without a message, in words.
+        """Say why a rank cannot go on without a message.
 
         Args:
             number: the message.

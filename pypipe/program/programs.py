@@ -46,13 +46,13 @@ class Link:
 
 
 def channel_of(action: Action) -> Channel:
-    """The channel that a transfer uses.
+    """Find the channel that a transfer uses.
 
     Args:
         action: a SEND_F, RECV_F, SEND_B or RECV_B.
 
     Raises:
-        ConfigurationError: the action is no transfer.
+        ConfigurationError: the action is not a transfer.
     """
     stage = action.stage
     match action.kind:
@@ -64,7 +64,7 @@ def channel_of(action: Action) -> Channel:
             return Channel(Kind.B, stage, stage - 1)
         case Kind.RECV_B:
             return Channel(Kind.B, stage + 1, stage)
-    raise ConfigurationError(f"{action} is no transfer, so it uses no channel")
+    raise ConfigurationError(f"{action} is not a transfer: give a SEND or a RECV, which use a channel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """For each rank, the ordered list of its actions. Pure data: whether it is sound is for `verify` to say.
+    """For each rank, the ordered list of its actions. Pure data; `verify` checks whether it is sound.
 
     Most programs have one chain of stages. A bidirectional one (DualPipe) has a second copy of the model, which
     microbatches pass from the last rank to the first: its P stages have the indices P..2P-1 and stand on the
@@ -97,15 +97,15 @@ class Program:
             of all stages and all microbatches.
 
     Raises:
-        ConfigurationError: no microbatch, no rank, no stage, a stage placed on a rank that is not there, or chains that
-            leave a stage or a microbatch out or have it twice.
+        ConfigurationError: microbatches, ranks or stages are missing, a stage is placed on a rank that does not exist,
+            or the chains leave out or repeat a stage or a microbatch.
     """
 
     name: str
     n_microbatches: int
     # A stage index names one place in one chain, so linear, looped, V-shaped and bidirectional placements differ
-    # in these numbers only. Who a stage's neighbours are is for previous_stage and next_stage to say, and
-    # which microbatches it sees for microbatches_of: no other code looks at the chains for it.
+    # in these numbers only. A stage's neighbours come from previous_stage and next_stage, its microbatches from
+    # microbatches_of: no other code derives them from the chains.
     placement: tuple[int, ...]
     ranks: tuple[tuple[Action, ...], ...] = field(repr=False)
     chains: tuple[Chain, ...] = ()
@@ -139,40 +139,40 @@ class Program:
         return len(self.placement)
 
     def chain_of(self, stage: int) -> Chain:
-        """The chain that a stage belongs to."""
+        """Find the chain that a stage belongs to."""
         return next(chain for chain in self.chains if stage in chain.stages)
 
     def previous_stage(self, stage: int) -> int | None:
-        """The stage whose output is this stage's input; None for a stage that takes the batch itself."""
+        """Find the stage whose output is this stage's input; None for a stage that takes the batch itself."""
         return stage - 1 if stage > self.chain_of(stage).stages[0] else None
 
     def next_stage(self, stage: int) -> int | None:
-        """The stage whose input is this stage's output; None for a stage whose output goes to the loss."""
+        """Find the stage whose input is this stage's output; None for a stage whose output goes to the loss."""
         return stage + 1 if stage < self.chain_of(stage).stages[-1] else None
 
     def microbatches_of(self, stage: int) -> range:
-        """The microbatches that pass through a stage."""
+        """List the microbatches that pass through a stage."""
         return self.chain_of(stage).microbatches
 
     def piece_of(self, stage: int) -> int:
-        """Which piece of the model a stage holds, from 0: its place in its chain."""
+        """Tell which piece of the model a stage holds, from 0: its place in its chain."""
         return stage - self.chain_of(stage).stages[0]
 
     def link_of(self, channel: Channel) -> Link:
-        """The link that carries a channel: it names the channel's source and target rank."""
+        """Find the link that carries a channel, between the ranks of the channel's source and target stage."""
         return Link(channel.kind, self.placement[channel.source_stage], self.placement[channel.target_stage])
 
     def text(self) -> str:
-        """The program as text: one line for each rank, actions separated by commas."""
+        """Write the program as text: one line for each rank, actions separated by commas."""
         return "\n".join(",".join(map(str, actions)) for actions in self.ranks)
 
     def digest(self) -> str:
-        """A hex SHA-256 of actions, placement and chains: ranks that show the same one run the same program."""
+        """Compute a hex SHA-256 of actions, placement and chains: ranks with equal digests run the same program."""
         header = f"{self.n_microbatches};{','.join(map(str, self.placement))};{self.chains}\n"
         return hashlib.sha256((header + self.text()).encode()).hexdigest()
 
     def forward_only(self) -> Program:
-        """The same program with its F actions only, in the same order: what eval() runs, once lowered."""
+        """Keep the F actions only, in the same order: what eval() runs, once lowered."""
         return replace(
             self,
             name=f"{self.name}, forward only",
@@ -180,7 +180,7 @@ class Program:
         )
 
     def without_transfers(self) -> Program:
-        """The same program without its transfers: what `lower` takes."""
+        """Leave out the transfers, as `lower` requires."""
         return replace(self, ranks=tuple(tuple(a for a in actions if not a.kind.is_transfer) for actions in self.ranks))
 
     @property
@@ -189,7 +189,7 @@ class Program:
         return any(action.kind.is_transfer for actions in self.ranks for action in actions)
 
     def compute_only(self) -> Program:
-        """The same program with F, B, I and W alone."""
+        """Keep F, B, I and W alone."""
         return replace(self, ranks=tuple(tuple(a for a in actions if a.kind.is_compute) for actions in self.ranks))
 
 

@@ -12,7 +12,7 @@ _COPY_SLOTS = 2  # one message is added up while the next one arrives
 
 
 def count_slots(programs: Sequence[Verified]) -> dict[Channel, int]:
-    """For each channel, how many slots serve every one of some programs.
+    """Count, for each channel, the slots that serve every one of some programs.
 
     The proof counts the messages that are in use at once. With one more slot, the next message arrives meanwhile;
     without it, that transfer would wait for a backward, and another rank for that transfer. A channel of outputs gets
@@ -38,7 +38,7 @@ def count_slots(programs: Sequence[Verified]) -> dict[Channel, int]:
 
 
 def copy_channels(program: Program) -> list[Channel]:
-    """The channels of kind W, over which two copies of the model on different ranks exchange gradients after a step.
+    """List the channels of kind W, over which two copies of the model on different ranks exchange gradients.
 
     Args:
         program: with one chain of stages, which has no such channels, or with two.

@@ -12,9 +12,8 @@ from pypipe.program.programs import Program
 class Policy(ABC):
     """What ranks do in a walk, and what they wait for.
 
-    Everything that a rank may wait for has a number, such as that of a message (`messages.Messages`), and one rank at
-    most waits for each. A policy calls `wake` with a number when it comes to pass; since most come before anyone waits,
-    it looks first:
+    Everything that a rank may wait for has a number, such as that of a message (`messages.Messages`), and at most one
+    rank waits for each. When it happens, the policy calls `wake` with the number, if a rank waits for it already:
 
         if number in self.waiting:
             self.wake(number)
@@ -29,18 +28,18 @@ class Policy(ABC):
 
     @abstractmethod
     def run(self, rank: int) -> Iterator[int]:
-        """One rank's way through its list, as a generator.
+        """Go through one rank's list, as a generator.
 
-        It yields the number of what the rank has to wait for, and is resumed once that has come to pass. It must not
-        yield a number that has come to pass already.
+        It yields the number of what the rank has to wait for, and is resumed once that has happened. It must not yield
+        the number of anything that has happened already.
         """
 
     @abstractmethod
     def reason(self, rank: int, number: int) -> tuple[int, str]:
-        """Why a rank is stuck: the position that it cannot pass, and what it waits for, in words."""
+        """Say why a rank is stuck: the position that it cannot pass, and what it waits for."""
 
     def relieve(self) -> None:
-        """Let something happen when every rank waits or has finished: time passes, or a slot is granted.
+        """Change something when every rank waits or has finished: let time pass, or grant a slot.
 
         Where it wakes no rank, the walk is over. Without an override nothing happens.
         """
@@ -51,7 +50,7 @@ class Policy(ABC):
         self._runnable.append(self.waiting.pop(number))
 
     def take_turns(self, n_ranks: int) -> None:
-        """Let ranks run, each until it waits, as long as any can; those that are left wait for ever."""
+        """Let ranks run, each until it waits, as long as any can; those left in `waiting` wait forever."""
         runnable, waiting = self._runnable, self.waiting
         ranks = [self.run(rank) for rank in range(n_ranks)]
         runnable.extend(range(n_ranks))
@@ -68,7 +67,7 @@ def walk(program: Program, policy: Policy) -> None:
     """Run a program in thought until every rank has come to the end of its list.
 
     A rank that can go on does so until it waits; which rank goes first makes no difference to how far each of them
-    gets, as long as what a rank waits for is not undone once it has come to pass.
+    gets, as long as nothing that a rank waits for is undone once it has happened.
 
     Args:
         program: what the ranks run.

@@ -143,7 +143,7 @@ def test_an_output_without_dots_gets_plain_ones(tmp_path: Path) -> None:
         (["gpipe", "-p", "4", "-m", "4", "--tc", "1,2"], "--tc has 2 times for 4 stages"),
         (["gpipe", "-p", "4", "-m", "4", "--svg", "no/file"], "cannot write no/file (No such file or directory)"),
         (["gpipe", "-p", "4", "-m", "4", "--html", "."], "cannot write . (Is a directory): give --html"),
-        (["bad.json"], "bad.json: it is no JSON: line 1, column 1"),
+        (["bad.json"], "bad.json: it is not valid JSON: line 1, column 1"),
         (["bad.json", "-p", "4"], "-p is for schedules with a name"),
         (["bad.json", "--tf", "1"], "a trace has its own times"),
         (["wrong.csv"], "wrong.csv, row 2, column 2: '1G0' is not an action"),

@@ -87,9 +87,9 @@ def test_a_rank_that_does_nothing_keeps_its_row() -> None:
         ("0F0,(0B0;oops)OVERLAP_F_B\n", r"row 1, column 2: 'oops' is not an action"),
         ("0F0,(0B0;0F1\n", r"row 1, column 2: '\(0B0;0F1' is not an action: .*\(2F0;5B1\)OVERLAP_F_B"),
         ("0F0,0B0\n1F0,0F1\n", r"row 2, column 2: '0F1': stage 0 is on rank 0 already \(.*row 1, column 1\)"),
-        ("0F0,0B0\n2F0,2B0\n", r"mine.csv lists stage 2, but nowhere stage 1: number them from 0"),
-        ("0F0,0F2,0B0,0B2\n", r"mine.csv lists microbatch 2, but nowhere microbatch 1"),
-        ("0F0,0F999999999999,0B0\n", r"lists microbatch 999999999999, but nowhere microbatch 1"),
+        ("0F0,0B0\n2F0,2B0\n", r"mine.csv lists stage 2, but not stage 1: number them from 0"),
+        ("0F0,0F2,0B0,0B2\n", r"mine.csv lists microbatch 2, but not microbatch 1"),
+        ("0F0,0F999999999999,0B0\n", r"lists microbatch 999999999999, but not microbatch 1"),
         ("0F0,0F" + "9" * 5000, r"row 1, column 2: '0F9+' is not an action"),
         ("", r"mine.csv lists no action: write a row for each rank"),
         ("#\n,,\n", r"mine.csv lists no action"),
@@ -107,7 +107,7 @@ def test_a_wrong_cell_is_named_by_file_row_and_column(text: str, message: str, t
 def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_bytes(b"0F0,\xff\xfe")
-    with pytest.raises(ProgramError, match=r"mine.csv is no text in UTF-8 \(byte 4\)"):
+    with pytest.raises(ProgramError, match=r"mine.csv is not UTF-8 text \(byte 4\)"):
         load_csv(path)
 
 

@@ -74,7 +74,7 @@ def test_forwards_alone_are_gathered_for_and_not_reduced() -> None:
         ("0F0 0F1 0B0 0B1 0REDUCE_GRAD 0REDUCE_GRAD", "it stands at position 4 already: gradients are reduced once"),
         ("0F0 0UNSHARD 0F1 0B0 0B1 0RESHARD", "0F0: the stage is not unsharded here; list an UNSHARD before"),
         ("0UNSHARD 0F0 0F1 0RESHARD 0B0 0B1", "0B0: the stage is not unsharded here"),
-        ("0UNSHARD 0F0 0UNSHARD 0F1 0B0 0B1 0RESHARD", "0UNSHARD: the stage is unsharded since position 0"),
+        ("0UNSHARD 0F0 0UNSHARD 0F1 0B0 0B1 0RESHARD", "0UNSHARD: it has been unsharded since position 0"),
         ("0F0 0F1 0B0 0B1 0RESHARD", "0RESHARD: the stage is not unsharded here"),
         ("0UNSHARD 0F0 0F1 0B0 0B1", "0RESHARD: missing: stage 0 stays unsharded after the step"),
         ("0F0 0F1 0B0 0B1 1REDUCE_GRAD", "1REDUCE_GRAD: stages are 0..0"),

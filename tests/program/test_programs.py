@@ -69,7 +69,7 @@ def test_a_transfer_names_its_channel_and_the_placement_names_the_link(text: str
 
 
 def test_a_compute_action_has_no_channel() -> None:
-    with pytest.raises(ValueError, match="2F0 is no transfer"):
+    with pytest.raises(ValueError, match="2F0 is not a transfer"):
         channel_of(Action.parse("2F0"))
 
 

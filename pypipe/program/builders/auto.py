@@ -1,4 +1,4 @@
-"""The builder `auto`: a program made to measure for given times and memory."""
+"""The builder `auto`: a program tailored to given times and memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def auto(
     activation: Cost = 1.0,
     effort: float = 1.0,
 ) -> Program:
-    """The best program that a search finds for given times and memory; the same for the same arguments.
+    """Search for the best program for given times and memory; the same for the same arguments.
 
     The search is a list scheduler under many preferences, then moves of single actions; it starts from the fixed
     schedules with the same placement and is never worse than the best of them that fits into memory, in step time. The
@@ -55,14 +55,14 @@ def auto(
         bandwidth: bytes that a link carries in one unit of time.
         busy_links: whether a link carries one message at a time.
         memory: the most that the live activations of a rank may take at any time: one number, or one for each rank;
-            None is no limit.
+            None means no limit.
         activation: what one microbatch's activations take, from the start of their F to the end of their W: one
             number, or one for each stage. By default `memory` counts pairs of stage and microbatch.
         effort: how long to search, in shares of a few seconds.
 
     Raises:
-        ConfigurationError: numbers that cannot be; or memory that does not hold one microbatch of each of a
-            rank's stages.
+        ConfigurationError: numbers are out of range, or memory does not hold one microbatch of each of a rank's
+            stages.
     """
     shapes = _shapes(n_ranks, n_microbatches, stages_per_rank, placement)
     fixed = [
@@ -88,7 +88,10 @@ def auto(
         found += candidates(stages, same, int(N_ACTIONS * effort / len(shapes)))
     best = choose(found)
     if best is None:
-        raise ProgramError(f"no program that was found for {n_ranks} ranks and {n_microbatches} microbatches is sound")
+        raise ProgramError(
+            f"the search found no sound program for {n_ranks} ranks and {n_microbatches} microbatches: give "
+            "more memory, or name a schedule"
+        )
     return replace(best.program, name="auto")
 
 

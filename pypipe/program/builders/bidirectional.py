@@ -78,7 +78,7 @@ def dualpipev(n_ranks: int, n_microbatches: int) -> Program:
 
 
 def _phases(place: int, n_places: int, n_microbatches: int, near: int, far: int) -> list[Action]:
-    """The phases of one rank; "F0B1" of the source is a forward and then a backward here.
+    """List the phases of one rank; "F0B1" of the source is a forward and then a backward here.
 
     Args:
         place: the rank's distance from the end where its near stage's microbatches come in.

@@ -45,7 +45,7 @@ def alternate(
 def looped_orders(
     rank: int, n_ranks: int, n_microbatches: int, stages_per_rank: int
 ) -> tuple[list[Place], list[Place], int]:
-    """The depth-first orders of a looped placement: a group of microbatches passes all stages of a rank, then the next.
+    """Order a looped placement depth first: a group of microbatches passes all stages of a rank, then the next.
 
     Megatron-LM's groups have P microbatches, so that M has to be a multiple of P. Here M is cut into
     max(1, M // P) groups of sizes that differ by one at most: each has P microbatches or more unless M < P, which
@@ -75,10 +75,10 @@ def looped_orders(
 
 
 def keep_microbatches(actions: Sequence[Action], n_microbatches: int) -> tuple[Action, ...]:
-    """The actions of the first so many microbatches.
+    """Keep the actions of the first microbatches only.
 
     A program that is sound stays sound without a microbatch, so schedules whose phases need many microbatches
-    are built with enough of them and cut to those that there are.
+    are built with enough of them and then cut to the number wanted.
     """
     return tuple(action for action in actions if action.microbatch < n_microbatches)
 
@@ -110,11 +110,11 @@ class PhaseList:
         self.actions.append(Action(place[0], Kind.W, place[1]))
 
     def count(self, stage: int, kind: Kind) -> int:
-        """The microbatch of the stage's next F, or next backward."""
+        """Count the stage's actions of a kind so far: the microbatch of its next F, or next backward."""
         return self._next[stage, kind]
 
     def n_waiting(self, stage: int | None = None) -> int:
-        """How many W wait (of a stage, where one is given)."""
+        """Count the W that wait (of a stage, where one is given)."""
         return sum(stage is None or place[0] == stage for place in self._waiting)
 
     def _append(self, stage: int, kind: Kind, counted: Kind) -> int:

@@ -37,12 +37,12 @@ def register(name: str) -> Callable[[Builder], Builder]:
 
 
 def builder_names() -> tuple[str, ...]:
-    """The names that `build` knows, in the order of registration."""
+    """List the names that `build` knows, in the order of registration."""
     return tuple(_builders)
 
 
 def find_builder(name: str) -> Builder:
-    """The builder of a registered schedule, whose parameters after P and M are its options.
+    """Find the builder of a registered schedule, whose parameters after P and M are its options.
 
     Raises:
         ConfigurationError: the name is unknown.
@@ -119,7 +119,7 @@ def _require_options(name: str, builder: Builder, options: dict[str, Any]) -> No
 
 
 def require_count(what: str, count: int, remedy: str) -> None:
-    """Refuse what is no whole number of 1 or more.
+    """Refuse anything but a whole number of 1 or more.
 
     Args:
         what: what is counted, such as "rank".
@@ -127,7 +127,7 @@ def require_count(what: str, count: int, remedy: str) -> None:
         remedy: what to give instead.
 
     Raises:
-        ConfigurationError: the number is below 1, or no whole number.
+        ConfigurationError: the number is below 1, or not a whole number.
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ConfigurationError(f"{what} or more, not {count}: give {remedy}")
@@ -142,7 +142,7 @@ def require_numbers(n_ranks: int, n_microbatches: int, stages_per_rank: int = 1)
         stages_per_rank: v.
 
     Raises:
-        ConfigurationError: one of them is below 1, or no whole number.
+        ConfigurationError: one of them is below 1, or not a whole number.
     """
     require_count("a pipeline needs 1 rank", n_ranks, "the group's number of processes")
     require_count("a step needs 1 microbatch", n_microbatches, "the number of slices that each batch is cut into")

@@ -20,7 +20,7 @@ _INSIDE = 0.002
 
 
 def chrome_trace(*drawn: Drawn) -> str:
-    """Timelines as one trace, for ui.perfetto.dev or chrome://tracing, and for `read_chrome_trace`.
+    """Write timelines as one trace, for ui.perfetto.dev or chrome://tracing, and for `read_chrome_trace`.
 
     Each rank of each timeline is a process with one thread of complete events, one an action, and a counter of
     live activations; flow arrows lead from the action that made an output or gradient to the one on another rank
@@ -53,19 +53,19 @@ def chrome_trace(*drawn: Drawn) -> str:
 
 
 def read_chrome_trace(text: str) -> list[Panel]:
-    """The timelines of a trace that `chrome_trace` has written.
+    """Read the timelines of a trace that `chrome_trace` has written.
 
     Raises:
-        ValueError: the text is no such trace; the message says what is wrong with it.
+        ValueError: the text is not such a trace; the message says what is wrong with it.
     """
     try:
         trace = json.loads(text)
         about = trace["otherData"]["pypipe"]
         version, abouts, events = about["format"], about["panels"], trace["traceEvents"]
     except json.JSONDecodeError as error:
-        raise ValueError(f"it is no JSON: line {error.lineno}, column {error.colno}: {error.msg}") from error
+        raise ValueError(f"it is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}") from error
     except (KeyError, TypeError, IndexError):
-        raise ValueError("it is no trace that pypipe wrote: `otherData` does not say what it shows") from None
+        raise ValueError("it is not a trace that pypipe wrote: `otherData` does not say what it shows") from None
     if version != _FORMAT:
         raise ValueError(f"its format is {version!r}, and this pypipe reads {_FORMAT}: use the pypipe that wrote it")
     rows: dict[int, list[Event]] = {}
@@ -91,7 +91,7 @@ def read_chrome_trace(text: str) -> list[Panel]:
 
 
 def _about(panel: Panel) -> dict[str, Any]:
-    """What the events do not tell."""
+    """Collect what the events do not hold."""
     program = panel.timeline.program
     return {
         "title": panel.title,

@@ -31,7 +31,7 @@ _MARKER = re.compile(r"@@(\w+)@@")
 
 
 def html(*drawn: Drawn) -> str:
-    """Timelines as one self-contained HTML page, on one scale of time.
+    """Draw timelines as one self-contained HTML page, on one scale of time.
 
     The page zooms and pans by wheel, pointer and keys, and shows action, start, end and live activations of
     what the pointer or the keys choose. It loads nothing: its content security policy forbids it.
@@ -60,7 +60,7 @@ def html(*drawn: Drawn) -> str:
         "title": escape("; ".join(panel.title for panel in panels)),
         "legend": " ".join(map(_key, kinds_of(panels))),
         "panels": "\n".join(map(_section, panels)),
-        # Within a script element only `<` could end it, or begin a comment.
+        # Only `<` could end the script element, or begin a comment in it.
         "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
     }
     template = (resources.files(__package__) / "page.html").read_text(encoding="utf-8")
@@ -120,5 +120,5 @@ def _key(kind: Kind) -> str:
 
 
 def _short(time: float) -> float:
-    """The same number, as an integer where it is one: shorter in JSON."""
+    """Return the same number, as an integer where it is one, which is shorter in JSON."""
     return int(time) if time == int(time) else time

@@ -1,4 +1,4 @@
-"""What every picture of a timeline shows, whatever it is drawn with: names, numbers and scales."""
+"""Names, numbers and scales that all pictures of timelines share."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ Drawn = Panel | Timeline | Program
 
 
 def panels_of(drawn: Sequence[Drawn]) -> list[Panel]:
-    """One panel for each of what may be drawn.
+    """Make panels of anything that can be drawn.
 
-    A program is drawn with unit times, in which a B beside halves takes two and a RESHARD none.
+    A program is drawn with unit times: a B takes two where other backwards are split, and a RESHARD takes none.
 
     Raises:
         ProgramError: a program cannot be simulated.
@@ -74,33 +74,33 @@ def _default(panel: Panel) -> tuple[str, bool]:
 
 
 def splits_backward(program: Program) -> bool:
-    """Whether some backward is in two halves."""
+    """Tell whether any backward is split into two halves."""
     return any(action.kind is Kind.W for actions in program.ranks for action in actions)
 
 
 def is_linear(program: Program) -> bool:
-    """Whether ranks and stages are one to one, so that a rank's row may be called by its stage."""
+    """Tell whether ranks and stages are one to one, so that a rank's row can be named after its stage."""
     return program.placement == tuple(range(program.n_ranks))
 
 
 def row_name(program: Program, rank: int) -> str:
-    """What a rank's row is called."""
+    """Name a rank's row."""
     return f"{'Stage' if is_linear(program) else 'Rank'} {rank}"
 
 
 def short_label(program: Program, action: Action) -> str:
-    """An action's name within its rank's row: the stage is left out where the row has one stage only."""
+    """Name an action within its rank's row: the stage is left out where the row has one stage only."""
     stage = "" if is_linear(program) else str(action.stage)
     return f"{stage}{letter_and_microbatch(action)}"
 
 
 def letter_and_microbatch(action: Action) -> str:
-    """An action's name without its stage: `F0`; `R`, which has no microbatch, for a REDUCE_GRAD."""
+    """Name an action without its stage: `F0`; `R`, which has no microbatch, for a REDUCE_GRAD."""
     return action.kind.letter if action.kind.is_per_stage else f"{action.kind.letter}{action.microbatch}"
 
 
 def chunks(program: Program) -> list[int]:
-    """For each stage, its number among the stages of its rank, from 0."""
+    """Number each stage among the stages of its rank, from 0."""
     seen = [0] * program.n_ranks
     numbers = []
     for rank in program.placement:
@@ -110,7 +110,7 @@ def chunks(program: Program) -> list[int]:
 
 
 def live_activations(timeline: Timeline) -> list[list[int]]:
-    """For each rank and event, how many activations are alive while it runs, its own included.
+    """Count, for each rank and event, the activations that are alive while it runs, its own included.
 
     One activation is that of one stage and microbatch: alive from the start of its F to the end of its B, or
     of its W, which is what `Verified.peak_activations` counts. Where nothing runs backward, F frees its own.
@@ -129,20 +129,20 @@ def live_activations(timeline: Timeline) -> list[list[int]]:
 
 
 def kinds_of(panels: Sequence[Panel]) -> list[Kind]:
-    """The kinds of action that these timelines hold, in the order of a legend."""
+    """List the kinds of action that these timelines hold, in the order of a legend."""
     found = {event.action.kind for panel in panels for events in panel.timeline.ranks for event in events}
     return [kind for kind in MEANINGS if kind in found]
 
 
 def frees(timeline: Timeline) -> frozenset[Kind]:
-    """The kinds of action after which an activation is not needed any more."""
+    """List the kinds of action after which an activation is no longer needed."""
     ending = frozenset((Kind.B, Kind.W))
     backward = any(event.action.kind in ending for events in timeline.ranks for event in events)
     return ending if backward else frozenset((Kind.F,))
 
 
 def ticks(length: float, most: int) -> list[float]:
-    """Round numbers from 0 on that divide a time axis: at most `most` of them, at 1, 2 or 5 times a power of ten.
+    """Divide a time axis by round numbers from 0: at most `most` of them, at 1, 2 or 5 times a power of ten.
 
     Args:
         length: where the axis ends.
@@ -156,7 +156,7 @@ def ticks(length: float, most: int) -> list[float]:
 
 
 def time_unit(longest: float, in_microseconds: bool) -> tuple[float, str]:
-    """The unit that suits times up to `longest`, and how many microseconds it has; `(1, "")` for plain numbers."""
+    """Choose the unit that suits times up to `longest`, and its microseconds; `(1, "")` for plain numbers."""
     if not in_microseconds:
         return 1.0, ""
     units = ((1e6, "s"), (1e3, "ms"))
@@ -164,13 +164,13 @@ def time_unit(longest: float, in_microseconds: bool) -> tuple[float, str]:
 
 
 def time_text(value: float, in_microseconds: bool, digits: int = 4) -> str:
-    """A time as a person reads it: `12.5`, or with a unit `12.5 µs`, `3.2 ms`, `1.05 s`."""
+    """Format a time: `12.5`, or with a unit `12.5 µs`, `3.2 ms`, `1.05 s`."""
     size, unit = time_unit(value, in_microseconds)
     return f"{number_text(value / size, max(digits, len(str(int(abs(value / size))))))} {unit}".rstrip()
 
 
 def number_text(value: float, digits: int = 6) -> str:
-    """A number with this many significant digits at most, and no more than it needs."""
+    """Format a number with at most this many significant digits, and no trailing zeros."""
     text = f"{value:.{digits}g}"
     if "e" in text:
         text = f"{value:.0f}" if abs(value) >= 1 else f"{value:.12f}".rstrip("0")
@@ -178,13 +178,13 @@ def number_text(value: float, digits: int = 6) -> str:
 
 
 def share_text(share: float) -> str:
-    """A share as percent, with one digit after the point; a nothing is `0`."""
+    """Format a share as percent, with one digit after the point; `0` for zero."""
     text = f"{share:.1%}"
     return "0%" if text in ("0.0%", "-0.0%") else text
 
 
 def caption(panel: Panel, *, title: bool = True) -> str:
-    """One line: what is drawn, and its figures."""
+    """Say in one line what is drawn, with its figures."""
     timeline = panel.timeline
     step = time_text(timeline.step_time, panel.in_microseconds)
     figures = (
@@ -195,7 +195,7 @@ def caption(panel: Panel, *, title: bool = True) -> str:
 
 
 def _causes(timeline: Timeline) -> str:
-    """What the bubble consists of, if that is not one thing only."""
+    """Say what the bubble consists of, where it has several causes."""
     bubble = split_bubble(timeline)
     parts = {
         "warm-up and cool-down": share_text(bubble.warm_up_and_cool_down),
@@ -207,7 +207,7 @@ def _causes(timeline: Timeline) -> str:
 
 
 def mean_times(panel: Panel) -> str:
-    """The mean time of each kind of action, such as `F 1, B 2`."""
+    """Format the mean time of each kind of action, such as `F 1, B 2`."""
     return ", ".join(
         f"{kind.letter} {time_text(math.fsum(times) / len(times), panel.in_microseconds)}"
         for kind in kinds_of([panel])
@@ -216,13 +216,13 @@ def mean_times(panel: Panel) -> str:
 
 
 def idle_shares(timeline: Timeline) -> list[float]:
-    """For each rank, the idle share of the step."""
+    """Compute each rank's idle share of the step."""
     step_time = timeline.step_time
     return [idle / step_time if step_time else 0.0 for idle in timeline.idle]
 
 
 def end_of(panels: Sequence[Panel]) -> float:
-    """Where the common time axis ends."""
+    """Compute where the common time axis ends."""
     return max(panel.timeline.step_time for panel in panels)
 
 

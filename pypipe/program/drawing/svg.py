@@ -1,4 +1,4 @@
-"""Timelines as SVG, for a paper: vectors and text only, and the same input always gives the same bytes."""
+"""Timelines as SVG for papers: vectors and text only; the same input always gives the same bytes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _GREY = "#444444"
 
 
 def svg(*drawn: Drawn, width: int = 760) -> str:
-    """Timelines as one SVG document, each below its caption, on one scale of time.
+    """Draw timelines as one SVG document, each below its caption, on one scale of time.
 
     A box is an action: its colour says the kind, its text the microbatch, with kind and stage where there is
     room. Bars at the foot of a box count the stages of its rank that come before its own. Colours differ in lightness
@@ -174,7 +174,7 @@ class _Labels:
         return self._name(event) if self._fitting(event) >= self.size else ""
 
     def _fitting(self, event: Event) -> float:
-        """The size at which an event's label is as wide as its box."""
+        """Compute the size at which an event's label is as wide as its box."""
         return ((event.end - event.start) * self._scale - 2) / (len(self._name(event)) * _CHARACTER)
 
     def _name(self, event: Event) -> str:
@@ -220,5 +220,5 @@ def _text(x: float, y: float, text: str, *, size: int = 0, fill: str = "", weigh
 
 
 def _n(value: float) -> str:
-    """A length, to a hundredth of a pixel."""
+    """Format a length, to a hundredth of a pixel."""
     return number_text(round(value, 2), 8)

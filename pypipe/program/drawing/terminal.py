@@ -36,7 +36,7 @@ _NARROWEST = 40
 
 
 def grid(drawn: Timeline | Program) -> str:
-    """The character picture of a timeline: a row for each rank, a column for each unit of time.
+    """Draw a timeline with characters: a row for each rank, a column for each unit of time.
 
     A cell shows kind and microbatch, such as `F0`, and the stage before them, such as `2F0`, where ranks and
     stages are not one to one; a dot is idle time. An action longer than a unit fills several columns.
@@ -57,7 +57,7 @@ def grid(drawn: Timeline | Program) -> str:
 
 
 def terminal(*drawn: Drawn, width: int = 80, colour: bool = False) -> str:
-    """Timelines for a terminal, each below its caption, with the figures that they show.
+    """Draw timelines for a terminal, each below its caption, with the figures that they show.
 
     Where times are whole and the picture of `grid` fits, it is drawn; else columns stand for equal shares of the
     whole time: an action begins with as much of its name as fits, a line goes on to its end, and `▒` is a column
@@ -170,7 +170,7 @@ class _Scaled:
             yield line
 
     def _has_room_for_stages(self, panel: Panel) -> bool:
-        """Whether every action's full name fits, and a sign after it: a stage must not run into what is before it."""
+        """Tell whether every action's full name fits with a sign after it, so that no two names touch."""
         return all(
             len(short_label(panel.timeline.program, action)) < int((end - start) * self._per_time)
             for events in panel.timeline.ranks
@@ -189,7 +189,7 @@ class _Scaled:
         return line
 
     def _columns(self, events: Sequence[Event]) -> Iterator[Event | str]:
-        """For each column, what fills most of it; or a sign, where that is idle time or several short actions."""
+        """Find, for each column, what fills most of it; or a sign for idle time or several short actions."""
         first = 0
         for column in range(self._n_columns):
             left, right = column / self._per_time, (column + 1) / self._per_time
@@ -213,7 +213,7 @@ class _Scaled:
 
 
 def _fitted(program: Program, event: Event, size: int, full: bool) -> str:
-    """As much of an event's name as tells no lie in `size` columns: never a part of a number."""
+    """Shorten an event's name to `size` columns without cutting a number, which would then be a wrong one."""
     action = event.action
     names = [letter_and_microbatch(action), action.kind.letter]
     if full:
@@ -227,7 +227,7 @@ def _margin(panels: Sequence[Panel]) -> int:
 
 
 def _shades(program: Program) -> list[int] | None:
-    """For each stage, the shade of its actions; None where microbatches in turn have one and the other."""
+    """Choose the shade of each stage's actions; None where it alternates between microbatches."""
     return None if is_linear(program) else chunks(program)
 
 

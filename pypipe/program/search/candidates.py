@@ -57,7 +57,7 @@ class Stages:
 
 
 def candidates(stages: Stages, fixed: Iterable[Program], n_actions: int = N_ACTIONS) -> list[Candidate]:
-    """The fixed programs that fit into memory, and the best that a search finds.
+    """Collect the fixed programs that fit into memory, and the best that a search finds.
 
     Args:
         stages: the stages; each rank's memory holds one microbatch of each of its stages.
@@ -81,7 +81,7 @@ def candidates(stages: Stages, fixed: Iterable[Program], n_actions: int = N_ACTI
 
 
 def choose(among: Sequence[Candidate]) -> Candidate | None:
-    """The best candidate that the verifier accepts; None where there is none.
+    """Choose the best candidate that the verifier accepts, or None if it accepts none of them.
 
     Best is the least sum of step time (which counts where steps are apart) and span (where they overlap), among those
     that are no worse than any fixed one in step time and, where there are such, in span.

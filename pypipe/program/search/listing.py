@@ -41,7 +41,7 @@ class Scheduled:
 
     @property
     def score(self) -> float:
-        """What the search makes small: the step's time where steps are apart, and where they overlap."""
+        """What the search minimizes: the step's time where steps are apart, plus that where they overlap."""
         return self.step_time + self.span
 
 
@@ -50,7 +50,7 @@ def schedule(setting: Setting, preference: Preference) -> Scheduled:
 
     A rank that is free takes an I or an F that is there, in the order that the preference says; else a W, which fills
     the time until one comes; else it waits. An F is started only where memory suffices, also for what other stages of
-    the rank must have (see `Setting`), so that the ranks never wait for each other for ever. The idea, I before W and W
+    the rank must have (see `Setting`), so that the ranks never wait for each other forever. The idea, I before W and W
     in the gaps under a memory limit, is that of Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241,
     section 3.1; here time runs through all ranks at once, and the placement may be any.
 

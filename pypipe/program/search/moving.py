@@ -40,7 +40,7 @@ def improve(setting: Setting, scheduled: Scheduled, n_moves: int, seed: int = 0)
 
 
 def time_lists(setting: Setting, lists: Lists) -> Scheduled | None:
-    """Lists with their step time and span; None where the ranks would wait for each other for ever."""
+    """Compute the step time and span of lists; None where the ranks would wait for each other forever."""
     moving = _Moving(setting, lists, 0)
     timed = moving.time()
     return None if timed is None else Scheduled(*moving.totals(timed), lists)
@@ -104,7 +104,7 @@ class _Moving:
         return step_time + span + 0.02 * sum(timed.free) / len(timed.free)
 
     def time(self) -> _Timed | None:
-        """When each action runs; None where the ranks would wait for each other for ever."""
+        """Compute when each action runs; None where the ranks would wait for each other forever."""
         # Each move comes through here, so this loop is its own instead of a `walk`.
         needed, delays, durations, lists = self.needed, self.delays, self.durations, self.lists
         starts, ends = [0.0] * len(needed), [-1.0] * len(needed)
@@ -137,7 +137,7 @@ class _Moving:
         return None if waiting else _Timed(starts, ends, free)
 
     def _propose(self, timed: _Timed) -> tuple[int, list[int]] | None:
-        """A rank and its changed list; None where the drawn move is impossible."""
+        """Draw a move: a rank and its changed list, or None where the move is impossible."""
         path = self._critical_path(timed, self._end_to_look_at(timed))
         rank, position = path[self.random.randrange(len(path))]
         numbers = self.lists[rank]

@@ -17,7 +17,7 @@ _PATIENCE = (0.0, 0.25, 0.5, 1.0)
 
 
 def search(setting: Setting, n_actions: int, starts: Iterable[Lists] = ()) -> list[Scheduled]:
-    """The best lists that were found, best first; the same for the same arguments.
+    """Find good lists, and return the best first; the same for the same arguments.
 
     First a grid over a few numbers that stand for a preference (how many microbatches may be in flight, and how that
     falls from the first to the last stage; patience; which goes first), then these numbers one by one, then each
@@ -79,7 +79,7 @@ class _Search:
         return sorted(self.found, key=lambda each: self.found[each].score)[:_STARTS]
 
     def _try(self, preference: Preference) -> float:
-        """A preference's score."""
+        """Score a preference."""
         score = self.scores.get(preference)
         if score is None:
             if self.is_done:

@@ -74,7 +74,7 @@ class Likeness:
         )
 
     def enlarge(self, preference: Preference) -> Preference:
-        """The preference for the big setting that is like one for the small one."""
+        """Scale a preference for the small setting up to the big one."""
         limits = []
         for place in self._places:
             lower = int(place)
@@ -86,5 +86,5 @@ class Likeness:
 
 
 def likeness(setting: Setting) -> Likeness | None:
-    """A small setting like a big one; None for one that is small itself."""
+    """Scale a big setting down; None for one that is small itself."""
     return Likeness(setting) if setting.n_ranks > _N_RANKS else None

@@ -61,18 +61,18 @@ class Setting:
         return len(self.placement)
 
     def microbatches_of(self, stage: int) -> range:
-        """The microbatches that pass through a stage."""
+        """List the microbatches that pass through a stage."""
         return next(chain.microbatches for chain in self.chains if stage in chain.stages)
 
     def work(self, rank: int) -> float:
-        """The time for which a rank computes."""
+        """Add up the time for which a rank computes."""
         return sum(
             len(self.microbatches_of(stage)) * sum(durations[stage] for durations in self.durations)
             for stage in self.stages_on[rank]
         )
 
     def shortest(self) -> tuple[float, float]:
-        """What step time and span cannot be below, however the actions are ordered.
+        """Bound step time and span from below, whatever the order of actions.
 
         A rank cannot start before a forward has reached it. From then on it needs the time of all that it computes;
         and that of its F and I, after which the last gradient still has to travel to the chain's first stage, and
@@ -97,9 +97,9 @@ class Setting:
         return max(longest, round_trip), max(span, round_trip if len(self.chains) == 1 else 0.0)
 
     def program(self, name: str, lists: Lists) -> Program:
-        """The program that runs actions in the order of their numbers.
+        """Make the program that runs actions in the order of their numbers.
 
-        An I with its W right behind it, on a stage that sends no gradient, becomes a full backward: nobody waits
+        An I with its W right behind it, on a stage that sends no gradient, becomes a full backward: no rank waits
         for the first half alone.
         """
         size = self.n_stages * self.n_microbatches
@@ -118,7 +118,7 @@ class Setting:
         return Program(name, self.n_microbatches, self.placement, tuple(ranks), self.chains)
 
     def lists(self, program: Program) -> Lists:
-        """A program's compute actions as numbers; the program has this setting's stages."""
+        """Number a program's compute actions; the program has this setting's stages."""
         size = self.n_stages * self.n_microbatches
         lists = []
         for actions in program.ranks:
@@ -134,7 +134,7 @@ class Setting:
 
 
 def make_setting(program: Program, costs: Costs, activation: Sequence[float], memory: Sequence[float]) -> Setting:
-    """The setting of a program's stages.
+    """Make the setting of a program's stages.
 
     Args:
         program: only its placement, chains and numbers are looked at.

@@ -39,14 +39,14 @@ class Bubble:
 
 
 def split_bubble(timeline: Timeline) -> Bubble:
-    """Divide the bubble of a timeline, be it simulated or measured, by cause.
+    """Divide the bubble of a simulated or measured timeline by cause.
 
     The program is run in simulated time, in its own order, twice: with each kind of action taking its mean time
     everywhere, and with each action taking the time that it took; transfers take none. The work of all three
     steps, the timeline's own included, is the same, so their idle times differ by what one cause adds.
 
     Args:
-        timeline: of a program whose ranks do not wait for each other for ever.
+        timeline: of a program whose ranks do not wait for each other forever.
     """
     whole = len(timeline.ranks) * timeline.step_time
     if not whole:
@@ -70,7 +70,7 @@ def split_bubble(timeline: Timeline) -> Bubble:
 
 
 def _step_time(program: Program, ranks: Sequence[Sequence[Action]], times: Sequence[Sequence[float]]) -> float:
-    """When the last action ends if each starts as soon as its rank is free and what it needs was made."""
+    """Compute when the last action ends if each starts as soon as its rank is free and what it needs was made."""
     ordered = replace(program, ranks=tuple(map(tuple, ranks)))
     timed = run(ordered, costs_of(ordered), durations=times)
     return max((ends[-1] for ends in timed.ends if ends), default=0.0)

@@ -59,7 +59,7 @@ def costs_of(
         unshard, reshard, reduce_grad: times of an UNSHARD, a RESHARD and a REDUCE_GRAD.
 
     Raises:
-        ConfigurationError: a time that is negative or no finite number, or a sequence with another length than the
+        ConfigurationError: a time that is negative or not finite, or a sequence with another length than the
             number of stages; the message names it.
     """
     n_stages = program.n_stages
@@ -118,7 +118,7 @@ def _require_length(name: str, length: int, n_stages: int) -> None:
 
 
 def _rest(name: str, full: list[float], part: list[float] | None) -> list[float]:
-    """What a full backward takes beyond one of its halves; half of it where neither is known."""
+    """Compute what a full backward takes beyond one of its halves; half of it where neither is known."""
     if part is None:
         return [whole / 2 for whole in full]
     rest = [whole - given for whole, given in zip(full, part, strict=True)]

@@ -1,4 +1,4 @@
-"""Measured steps: what each rank's own clock says, put together to one timeline, and what it is measured against."""
+"""Measured steps: what each rank's own clock says, merged into one timeline, and the prediction to compare it with."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class RankTimes:
 
 
 def merge_ranks(program: Program, ranks: Sequence[RankTimes]) -> Timeline:
-    """One step of all ranks on one clock, on which the first action of all starts at 0.
+    """Merge one step of all ranks onto one clock, on which the first action of all starts at 0.
 
     Ranks of one host share its clock. The clocks of two hosts are compared by the messages between them, as NTP
-    does it (RFC 5905, section 8): each message's delay, from the end of the action that made it to the start of
+    does (RFC 5905, section 8): each message's delay, from the end of the action that made it to the start of
     the one that uses it, is the true delay and what one clock is ahead of the other. The shortest delays of either
     direction are taken to be alike. Where messages go one way only, the shortest is taken to be 0.
 
@@ -37,11 +37,11 @@ def merge_ranks(program: Program, ranks: Sequence[RankTimes]) -> Timeline:
         ranks: by rank.
 
     Raises:
-        ValueError: a rank did not do what the program says.
+        ValueError: a rank ran other actions than the program lists.
     """
     for rank, (actions, measured) in enumerate(zip(program.without_transfers().ranks, ranks, strict=True)):
         if tuple(event.action for event in measured.events) != actions:
-            raise ValueError(f"rank {rank} has not done what the program {program.name} says")
+            raise ValueError(f"rank {rank} ran other actions than the program {program.name} lists for it")
     ahead = _clocks(program, ranks)
     shifted = [
         [Event(action, start - ahead[each.host], end - ahead[each.host]) for action, start, end in each.events]
@@ -55,10 +55,9 @@ def merge_ranks(program: Program, ranks: Sequence[RankTimes]) -> Timeline:
 
 
 def predict(measured: Timeline) -> Timeline:
-    """The step that the simulator foretells where each stage's actions of a kind take their measured mean time.
+    """Simulate the step in which each stage's actions of a kind take their measured mean time.
 
-    Transfers take none: what they add to the measured step is what the two differ in, with the unevenness of
-    microbatches.
+    Transfers take no time in it, so the measured step differs by what transfers and uneven microbatches add.
 
     Args:
         measured: a timeline of a whole program.
@@ -85,7 +84,7 @@ def predict(measured: Timeline) -> Timeline:
 
 
 def _clocks(program: Program, ranks: Sequence[RankTimes]) -> dict[str, float]:
-    """For each host, what its clock is ahead of that of rank 0's host."""
+    """Compute how far each host's clock is ahead of that of rank 0's host."""
     delays = _shortest_delays(program, ranks)
     ahead = {ranks[0].host: 0.0}
     reached = [ranks[0].host]
@@ -105,7 +104,7 @@ def _clocks(program: Program, ranks: Sequence[RankTimes]) -> dict[str, float]:
 
 
 def _shortest_delays(program: Program, ranks: Sequence[RankTimes]) -> dict[tuple[str, str], float]:
-    """From host to host, the shortest time between a message's making and its use, each by its own host's clock."""
+    """Find, from host to host, the shortest time from a message's making to its use, each by its own host's clock."""
     ends: dict[tuple[bool, int, int], float] = {}
     for each in ranks:
         for action, _, end in each.events:
@@ -128,7 +127,7 @@ def _shortest_delays(program: Program, ranks: Sequence[RankTimes]) -> dict[tuple
 
 
 def _exchanges(action: Action) -> bool:
-    """Whether it may use a message, and make one."""
+    """Tell whether it may use a message, and make one."""
     return action.kind.is_compute and action.kind is not Kind.W
 
 

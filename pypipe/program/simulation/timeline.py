@@ -1,4 +1,4 @@
-"""Simulation: when each action of a program would run, given what each takes."""
+"""Timelines: when each action of a program runs. Simulation makes them from the time that each takes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Event(NamedTuple):
 
 
 class Events(Sequence[Event]):
-    """One rank's events, made when they are looked at: a big program has millions."""
+    """One rank's events, made on access: a big program has millions."""
 
     def __init__(self, actions: Sequence[Action], starts: Sequence[float], ends: Sequence[float]) -> None:
         self._actions, self._starts, self._ends = actions, starts, ends
@@ -107,7 +107,7 @@ class Timeline:
         return 1 - sum(self.work) / whole if whole else 0.0
 
     def peak_memory(self, activation: float | Sequence[float] = 1) -> tuple[float, ...]:
-        """For each rank, the most that its live activations take; see `pypipe.program.peak_memory`.
+        """Compute, for each rank, the most that its live activations take; see `pypipe.program.peak_memory`.
 
         Args:
             activation: what one microbatch's activations take, in any unit: one number, or one for each stage.
@@ -157,7 +157,7 @@ def simulate(
         unshard, reshard, reduce_grad: time of an UNSHARD, RESHARD or REDUCE_GRAD, in the unit of `forward`.
 
     Raises:
-        ProgramError: the program is incomplete, or its ranks wait for each other for ever.
+        ProgramError: the program is incomplete, or its ranks wait for each other forever.
         ConfigurationError: a time that is negative or not finite, or a sequence with another length than the number
             of stages.
     """

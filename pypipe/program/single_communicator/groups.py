@@ -9,7 +9,7 @@ Message = tuple[Channel, int]
 
 
 def ends_of_groups(program: Program, rank: int) -> list[bool]:
-    """For each position of a rank's list, whether a group of transfers ends there.
+    """Tell, for each position of a rank's list, whether a group of transfers ends there.
 
     A communicator runs one group at a time, and to issue a group is to wait until its messages are announced. So
     opposite transfers share a group, in which both run at once, only where neither can depend on the other: they stand
@@ -50,7 +50,7 @@ def _peer(program: Program, rank: int, action: Action) -> int:
 
 
 def _segments(program: Program) -> dict[tuple[int, Message], int]:
-    """For each rank and message, how many actions that are no transfers stand before its transfer."""
+    """Count, for each rank and message, the actions other than transfers that stand before its transfer."""
     segments = {}
     for rank, actions in enumerate(program.ranks):
         computed = 0

@@ -14,7 +14,7 @@ _UNITS = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
 
 
 def pair_transfers(program: Program, messages: Messages) -> list[list[Action]]:
-    """The ranks' lists with transfers, each put into both ranks' lists at the same moment of a run.
+    """Put transfers into the ranks' lists, each into both ranks' lists at the same moment of a run.
 
     The run is simulated with T_F = T_I = T_W: a SEND follows its producer, and the RECV stands at that time after the
     last action that its rank has started. So the two ranks of a pair list what they exchange in one order, and
@@ -87,5 +87,5 @@ class _Pairing(Policy):
                 self.wake(number)
 
     def reason(self, rank: int, number: int) -> tuple[int, str]:
-        """Which message a rank waits for."""
+        """Say which message a rank waits for."""
         return self._at[rank], self._messages.reason(number, self._at)

@@ -91,7 +91,7 @@ class _Communicators(Policy):
             at[rank] += 1
 
     def reason(self, rank: int, number: int) -> tuple[int, str]:
-        """What runs on the communicator that a rank waits for."""
+        """Say what runs on the communicator that a rank waits for."""
         actions, position = self._program.ranks[rank], self._at[rank]
         if number < self._messages.count:
             doing, peer = f"waits in {actions[position]}", self._peer(rank, number)

@@ -1,4 +1,4 @@
-"""Deadlock check: a lowered program, run in thought with nothing buffered, has to reach its end."""
+"""The deadlock check runs a lowered program in thought, with nothing buffered, to its end."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def check_progress(program: Program, messages: Messages) -> None:
     """Prove that every rank reaches the end of its list when each transfer is a rendezvous.
 
     A SEND blocks its rank until its RECV has been posted; F, B and I block until their message is there; a
-    RECV and a W never block. In what order ranks take turns makes no difference to who gets how far, so one
-    run is a proof.
+    RECV and a W never block. The order in which ranks take turns makes no difference to how far each gets,
+    so one run is a proof.
 
     Args:
         program: lowered; each SEND has exactly one RECV.
@@ -61,7 +61,7 @@ class _Rendezvous(Policy):
                 yield message
 
     def reason(self, rank: int, number: int) -> tuple[int, str]:
-        """Which transfer of which rank would let this rank go on."""
+        """Name the transfer that would let this rank go on, and where its rank stands."""
         position, messages = self._at[rank], self._messages
         is_send = number >= messages.count
         message = number - messages.count if is_send else number

@@ -13,7 +13,7 @@ from pypipe.program.verification.positions import Positions
 def fewest_slots(
     program: Program, messages: Messages, positions: Positions, links: Iterable[Sequence[int]]
 ) -> list[int]:
-    """For each channel, the most of its messages that are in use at one position of their rank's list.
+    """Count, for each channel, the most messages that are in use at one position of their rank's list.
 
     A message is in use from the start of the F (or B, or I) that takes it to the end of the last action that needs
     it: a backward needs the stage's input and the incoming gradient until its W where it is split. A link is
@@ -47,7 +47,7 @@ def fewest_slots(
 
 
 def _most_alive(used: list[int], released: list[int]) -> int:
-    """The most intervals, both ends included, that share a position; their ends in any order."""
+    """Count the most intervals, both ends included, that share a position; their ends come in any order."""
     used.sort()
     released.sort()
     most = gone = 0

@@ -1,4 +1,4 @@
-"""Positions: where each action stands in its rank's list; finding them proves the compute complete."""
+"""Positions: where each action stands in its rank's list. Finding them proves the compute actions complete."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def find_positions(program: Program) -> Positions:
         program: with or without transfers.
 
     Raises:
-        ProgramError: one of these is not so.
+        ProgramError: one of these rules is broken.
     """
     tables = _locate(program)
     is_forward_only = not any(
@@ -86,7 +86,7 @@ def _locate(program: Program) -> dict[Kind, list[int]]:
 
 
 def _misplaced(program: Program, tables: dict[Kind, list[int]], rank: int, position: int) -> ProgramError:
-    """The fault of an action that is not to stand on its rank, or not once more."""
+    """Explain why an action must not stand on its rank, or not a second time."""
     action = program.ranks[rank][position]
     stage, kind, microbatch = action
     if not 0 <= stage < program.n_stages:

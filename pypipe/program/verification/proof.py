@@ -35,24 +35,29 @@ class Verified:
 def verify(lowered: Program, *, single_communicator: bool = False) -> Verified:
     """Prove that a lowered program may run, trusting nothing but its lists.
 
-    Checked are: the compute actions (as `lower` does); that each SEND has its RECV and each RECV its SEND,
-    between neighbouring stages on different ranks and nowhere else; SEND after its producer, RECV before its
-    user; both ends of each link in the same order; and progress to the end when nothing is buffered, so that each
-    SEND blocks its rank until its RECV is posted, and each F, B and I blocks until its message is there.
-    A RECV takes a slot where it stands, and the last action that needs its message gives it back: the
-    slots that each channel needs are counted. Of UNSHARD, RESHARD and REDUCE_GRAD, which touch no message, it checks
-    what `data_parallel.check_stage_actions` says.
+    It checks that
+
+    - the compute actions are complete and in order (as `lower` does);
+    - each SEND has its RECV and each RECV its SEND, between neighbouring stages on different ranks and nowhere else,
+      with the SEND after its producer and the RECV before its user;
+    - both ends of each link list its messages in one order;
+    - every rank reaches the end of its list when nothing is buffered, so that each SEND blocks its rank until its RECV
+      is posted, and each F, B and I blocks until its message is there;
+    - UNSHARD, RESHARD and REDUCE_GRAD, which touch no message, follow `data_parallel.check_stage_actions`.
+
+    It counts the slots that each channel needs: a RECV takes a slot where it stands, and the last action that needs its
+    message gives the slot back.
 
     Where a pair of ranks has one communicator for both directions and both kinds of traffic (the NCCL link's
-    fallback), transfers run by other rules, and the check of order and progress follows them: see
-    `progress.check_paired_progress`. A program has to be lowered for it: `lower(program, single_communicator=True)`.
+    fallback), transfers run by other rules, and the checks of order and progress follow these: see
+    `progress.check_paired_progress`. The program must have been lowered for them.
 
     Args:
         lowered: a program with transfers, from `lower` or from elsewhere.
         single_communicator: whether each pair of ranks has one communicator, instead of one for each link.
 
     Returns:
-        The program with its slots and peaks. Time is linear in the number of actions.
+        The program with its slots and peaks. The time taken is linear in the number of actions.
 
     Raises:
         ProgramError: the program is faulty; the message names rank, position and action.
@@ -71,7 +76,7 @@ def verify(lowered: Program, *, single_communicator: bool = False) -> Verified:
 
 
 def _count(program: Program, messages: Messages, positions: Positions) -> tuple[dict[Channel, int], tuple[int, ...]]:
-    """Each channel's slots, the most receives posted or messages needed at once; and each rank's peak."""
+    """Count each channel's slots (the most receives posted or messages needed at once) and each rank's peak."""
     n_stages = program.n_stages
     is_forward_only = positions.is_forward_only
     taken = [0] * (2 * n_stages)

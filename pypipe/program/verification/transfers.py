@@ -30,7 +30,7 @@ def check_transfers(program: Program, positions: Positions) -> None:
 
 
 def _crosses(program: Program, positions: Positions, kind: Kind, stage: int, neighbour: int | None) -> bool:
-    """Whether messages of a kind go between ranks here; a forward-only program has no gradients."""
+    """Tell whether messages of a kind go between ranks here; a forward-only program has no gradients."""
     if neighbour is None or (kind is Kind.B and positions.is_forward_only):
         return False
     return program.placement[neighbour] != program.placement[stage]
@@ -49,7 +49,7 @@ def _check_leaving(program: Program, positions: Positions, kind: Kind, source: i
         send, producer = sends[key], compute[key]
         if target is None or not crosses:
             if send >= 0:
-                what = "nothing is to be sent: no stage on another rank takes it"
+                what = "there is nothing to send: no stage on another rank takes it; leave this out"
                 raise fault(program, what, program.ranks[here][send], {here: send})
             continue
         key = target * n_microbatches + microbatch
@@ -78,7 +78,7 @@ def _check_no_source(program: Program, positions: Positions, kind: Kind, stage: 
     for microbatch in program.microbatches_of(stage):
         position = receives[stage * program.n_microbatches + microbatch]
         if position >= 0:
-            what = "nothing is to be received: no stage on another rank sends it"
+            what = "there is nothing to receive: no stage on another rank sends it; leave this out"
             raise fault(program, what, program.ranks[rank][position], {rank: position})
 
 

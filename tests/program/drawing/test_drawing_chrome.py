@@ -92,9 +92,9 @@ def damaged(change: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "it is no JSON: line 1"),
-        ("[1]", "no trace that pypipe wrote"),
-        ('{"traceEvents": []}', "no trace that pypipe wrote"),
+        ("", "it is not valid JSON: line 1"),
+        ("[1]", "not a trace that pypipe wrote"),
+        ('{"traceEvents": []}', "not a trace that pypipe wrote"),
         (damaged(lambda t: t["otherData"]["pypipe"].update(format=99)), "format is 99"),
         (damaged(lambda t: t["otherData"]["pypipe"].update(panels=[])), "it holds no timeline"),
         (damaged(lambda t: t["otherData"]["pypipe"]["panels"][0].pop("chains")), "timeline 0 .* damaged"),

@@ -51,9 +51,9 @@ def test_a_sound_program_is_verified_with_its_slots_and_peaks() -> None:
             SOUND_1.replace("1RECV_F1 ", ""),
             r"rank 0, position 4, 0SEND_F1: rank 1 lists no 1RECV_F1",
         ),
-        (SOUND_0 + " 0SEND_B0", SOUND_1, r"rank 0, position 8, 0SEND_B0: nothing is to be sent"),
-        ("0RECV_F0 " + SOUND_0, SOUND_1, r"rank 0, position 0, 0RECV_F0: nothing is to be received"),
-        (SOUND_0, "1RECV_B0 " + SOUND_1, r"rank 1, position 0, 1RECV_B0: nothing is to be received"),
+        (SOUND_0 + " 0SEND_B0", SOUND_1, r"rank 0, position 8, 0SEND_B0: there is nothing to send"),
+        ("0RECV_F0 " + SOUND_0, SOUND_1, r"rank 0, position 0, 0RECV_F0: there is nothing to receive"),
+        (SOUND_0, "1RECV_B0 " + SOUND_1, r"rank 1, position 0, 1RECV_B0: there is nothing to receive"),
         (SOUND_0.replace("0F0 0SEND_F0", "0SEND_F0 0F0"), SOUND_1, r"0SEND_F0: it sends what is made later"),
         (SOUND_0, SOUND_1.replace("1RECV_F0 1F0", "1F0 1RECV_F0"), r"1RECV_F0: its message is used earlier"),
         (
@@ -150,9 +150,9 @@ def test_a_program_without_transfers_is_sent_to_lower() -> None:
 
 
 def test_a_forward_only_program_carries_no_gradients() -> None:
-    with pytest.raises(ProgramError, match=r"1SEND_B0: nothing is to be sent"):
+    with pytest.raises(ProgramError, match=r"1SEND_B0: there is nothing to send"):
         verify(program(1, (0, 1), "0F0 0SEND_F0", "1RECV_F0 1F0 1SEND_B0"))
-    with pytest.raises(ProgramError, match=r"0RECV_B0: nothing is to be received"):
+    with pytest.raises(ProgramError, match=r"0RECV_B0: there is nothing to receive"):
         verify(program(1, (0, 1), "0RECV_B0 0F0 0SEND_F0", "1RECV_F0 1F0"))
 
 
@@ -161,7 +161,7 @@ def test_stages_on_one_rank_have_to_come_in_the_order_of_their_needs() -> None:
         verify(program(1, (0, 0), "1F0 0F0 1B0 0B0"))
     with pytest.raises(ProgramError, match=r"0B0: it needs 1B0, which comes later, at position 3"):
         verify(program(1, (0, 0), "0F0 1F0 0B0 1B0"))
-    with pytest.raises(ProgramError, match=r"0SEND_F0: nothing is to be sent"):
+    with pytest.raises(ProgramError, match=r"0SEND_F0: there is nothing to send"):
         verify(program(1, (0, 0), "0F0 0SEND_F0 1F0 1B0 0B0"))
 
 
