@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import when_it_fails
 from search_path import ROOT
 
 README = ROOT / "README.md"
@@ -45,12 +44,3 @@ def test_the_programs_of_the_readme_print_what_it_says(tmp_path: Path) -> None:
     shown = re.search(r"```text\n(.*?)```", README.read_text(), re.DOTALL)
     assert shown is not None
     assert output == shown[1]
-
-
-@pytest.mark.timeout(300)
-def test_what_the_readme_says_of_failures_is_what_is_printed() -> None:
-    written = when_it_fails.blocks(README.read_text())
-    printed = when_it_fails.outputs()
-    assert written.keys() == printed.keys()
-    for name, text in printed.items():
-        assert when_it_fails.masked(written[name]) == when_it_fails.masked(text), f"{name}:\n{text}"
