@@ -21,29 +21,15 @@ from pypipe.errors import (
 )
 
 if TYPE_CHECKING:
-    from pypipe.base_schedule import Schedule
+    from pypipe import schedules
     from pypipe.program import ProgramError
     from pypipe.runtime.batch.chunk_specs import Reduce, Replicate, TensorChunkSpec
-    from pypipe.schedules import (
-        Schedule1F1B,
-        ScheduleAuto,
-        ScheduleDualPipe,
-        ScheduleDualPipeV,
-        ScheduleGPipe,
-        ScheduleInterleaved1F1B,
-        ScheduleInterleavedZeroBubble,
-        ScheduleLoopedBFS,
-        ScheduleVHalf,
-        ScheduleVMin,
-        ScheduleZBH1,
-        ScheduleZBH2,
-        ScheduleZBVZeroBubble,
-    )
+    from pypipe.schedules import *  # noqa: F403
     from pypipe.stage import PipelineStage
 
 __version__ = _version("pypipe")
 
-__all__ = [
+__all__: list[str] = [
     "ConfigurationError",
     "CorruptionError",
     "InputError",
@@ -59,55 +45,38 @@ __all__ = [
     "Reduce",
     "RemoteStageError",
     "Replicate",
-    "Schedule",
-    "Schedule1F1B",
-    "ScheduleAuto",
-    "ScheduleDualPipe",
-    "ScheduleDualPipeV",
-    "ScheduleGPipe",
-    "ScheduleInterleaved1F1B",
-    "ScheduleInterleavedZeroBubble",
-    "ScheduleLoopedBFS",
-    "ScheduleVHalf",
-    "ScheduleVMin",
-    "ScheduleZBH1",
-    "ScheduleZBH2",
-    "ScheduleZBVZeroBubble",
     "TensorChunkSpec",
     "__version__",
 ]
 
-# Importing torch takes seconds, which `pypipe --help` and programs as data can do without.
+# The schedules' names are written down in pypipe.schedules alone. Type checkers read them there; when run, __getattr__
+# reads them when it is asked for __all__, because importing torch takes seconds, which `pypipe --help` does not need.
+_NAMES = tuple(__all__)
+if TYPE_CHECKING:
+    __all__ += schedules.__all__
+else:
+    del __all__
+
 _HOMES = {
     "PipelineStage": "pypipe.stage",
     "ProgramError": "pypipe.program",
     "Reduce": "pypipe.runtime.batch.chunk_specs",
     "Replicate": "pypipe.runtime.batch.chunk_specs",
-    "Schedule": "pypipe.base_schedule",
-    "Schedule1F1B": "pypipe.schedules",
-    "ScheduleAuto": "pypipe.schedules",
-    "ScheduleDualPipe": "pypipe.schedules",
-    "ScheduleDualPipeV": "pypipe.schedules",
-    "ScheduleGPipe": "pypipe.schedules",
-    "ScheduleInterleaved1F1B": "pypipe.schedules",
-    "ScheduleInterleavedZeroBubble": "pypipe.schedules",
-    "ScheduleLoopedBFS": "pypipe.schedules",
-    "ScheduleVHalf": "pypipe.schedules",
-    "ScheduleVMin": "pypipe.schedules",
-    "ScheduleZBH1": "pypipe.schedules",
-    "ScheduleZBH2": "pypipe.schedules",
-    "ScheduleZBVZeroBubble": "pypipe.schedules",
     "TensorChunkSpec": "pypipe.runtime.batch.chunk_specs",
 }
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'pypipe' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(home), name)
+    if name == "__all__":
+        value: Any = sorted({*_NAMES, *importlib.import_module("pypipe.schedules").__all__})
+    else:
+        home = "pypipe.schedules" if name.startswith("Schedule") else _HOMES.get(name)
+        value = getattr(importlib.import_module(home), name, None) if home is not None else None
+        if value is None:
+            raise AttributeError(f"module 'pypipe' has no attribute {name!r}")
+    globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return list(__getattr__("__all__"))

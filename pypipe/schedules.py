@@ -15,7 +15,7 @@ from typing import Any
 from pypipe.base_schedule import Schedule
 from pypipe.stage import PipelineStage
 
-__all__ = [
+__all__: list[str] = [
     "Schedule",
     "Schedule1F1B",
     "ScheduleAuto",

@@ -23,9 +23,8 @@ from pypipe.program import (
     builder_names,
     find_builder,
     loads_csv,
-    lower,
+    prepare,
     simulate,
-    verify,
 )
 from pypipe.program.drawing import Panel, chrome_trace, html, read_chrome_trace, splits_backward, svg, terminal
 
@@ -207,14 +206,14 @@ def panels_for(
         if name in registered:
             assert ranks is not None
             assert microbatches is not None
-            panels.append(times.of(_verified(_built(name, ranks, microbatches, per_rank, times))))
+            panels.append(times.of(prepare(_built(name, ranks, microbatches, per_rank, times)).program))
         elif Path(name).suffix == ".json":
             try:
                 panels += read_chrome_trace(_text(name))
             except ValueError as error:
                 raise error if isinstance(error, ShowError) else ShowError(f"{name}: {error}") from error
         else:
-            panels.append(times.of(_verified(loads_csv(_text(name), name=Path(name).stem, source=name))))
+            panels.append(times.of(prepare(loads_csv(_text(name), name=Path(name).stem, source=name)).program))
     return panels
 
 
@@ -273,10 +272,6 @@ def _built(name: str, ranks: int, microbatches: int, per_rank: int | None, times
         stages = "1 stage" if here == 1 else f"{here} stages"
         raise ShowError(f"-v {per_rank} does not fit: {name} puts {stages} on each rank; leave -v out")
     return program
-
-
-def _verified(program: Program) -> Program:
-    return verify(program if program.has_transfers else lower(program)).program
 
 
 def _numbers(option: str, text: str, n_stages: int) -> list[float]:

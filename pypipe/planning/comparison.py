@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from pypipe.planning.request import PlanError, Request
-from pypipe.program import Program, ProgramError, Timeline, lower, simulate, verify
-from pypipe.program.builders.catalog import catalog
+from pypipe.program import Program, ProgramError, Timeline, prepare, simulate
+from pypipe.program.builders.registry import build_all
 from pypipe.program.search.candidates import Candidate, Stages, candidates, choose
 from pypipe.program.simulation.costs import costs_of
 
@@ -88,7 +88,7 @@ def compare(
     rows: list[Row] = []
     unavailable: list[tuple[str, str]] = []
     sound: list[Program] = []
-    for name, program in catalog(request.n_ranks, request.n_microbatches, request.stages_per_rank):
+    for name, program in build_all(request.n_ranks, request.n_microbatches, request.stages_per_rank):
         progress(name)
         if isinstance(program, str):
             unavailable.append((name, " ".join(program.split())))
@@ -120,9 +120,9 @@ def _rank_of(row: Row) -> tuple[bool, bool, float, float, float, bool]:
 
 def _row(name: str, program: Program, request: Request) -> Row:
     timeline = _simulated(program, request)
-    lowered, problem = None, ""
+    problem = ""
     try:
-        lowered = verify(lower(program)).program
+        prepare(program)
     except ProgramError as error:
         problem = str(error).splitlines()[0]
     peaks = timeline.peak_memory(request.by_stage(program, (1.0,)))
@@ -135,7 +135,7 @@ def _row(name: str, program: Program, request: Request) -> Row:
         peak_activations=tuple(int(peak) if peak == int(peak) else peak for peak in peaks),
         peak_memory=memory,
         transfers=_count_transfers(program),
-        verified=lowered is not None,
+        verified=not problem,
         stages_per_rank=len(program.chains[0].stages) // request.n_ranks,
         copies=len(program.chains),
         exposed_transfer=timeline.exposed_transfer,

@@ -10,13 +10,13 @@ from functools import partial
 
 from pypipe.errors import ConfigurationError
 from pypipe.program.actions import Action, Kind
-from pypipe.program.errors import stuck
+from pypipe.program.data_parallel import put_back
 from pypipe.program.messages import Messages
 from pypipe.program.programs import Link, Program
 from pypipe.program.single_communicator.ordering import pair_transfers
-from pypipe.program.stage_actions import put_back
 from pypipe.program.verification.lifetimes import fewest_slots
 from pypipe.program.verification.positions import find_positions
+from pypipe.program.walk import Policy, walk
 
 _SEND = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B, Kind.I: Kind.SEND_B}
 # Hundreds of thousands of actions are made here, and this is the quickest way to make a named tuple.
@@ -39,7 +39,7 @@ def lower(program: Program, *, single_communicator: bool = False) -> Program:
 
     Where each pair of ranks has one communicator, which runs one transfer after another (the NCCL link's fallback), a
     RECV that is posted early would hold up what comes after it. There both ranks of a pair list their
-    transfers in one order, as `pairing.pair_transfers` says, and slots follow from it.
+    transfers in one order, as `ordering.pair_transfers` says, and slots follow from it.
 
     Args:
         program: without transfers.
@@ -69,11 +69,13 @@ def lower(program: Program, *, single_communicator: bool = False) -> Program:
     slots = fewest_slots(program, messages, positions, links.values())
     releasing = (Kind.F,) if positions.is_forward_only else (Kind.B, Kind.W)
     with _collector_paused():
-        run = _Run(program, messages, links, slots, releasing)
-        if run.has_granted:
+        lowering = _Lowering(program, messages, links, slots, releasing)
+        walk(program, lowering)
+        if lowering.has_granted:
             # With its slots from the start, every rank gets at least as far as it did before.
-            run = _Run(program, messages, links, run.slots, releasing)
-        return put_back(replace(program, ranks=tuple(map(tuple, run.lists))), original)
+            lowering = _Lowering(program, messages, links, lowering.slots, releasing)
+            walk(program, lowering)
+        return put_back(replace(program, ranks=tuple(map(tuple, lowering.lists))), original)
 
 
 @contextlib.contextmanager
@@ -105,7 +107,7 @@ def _order_of_links(program: Program, messages: Messages) -> dict[Link, list[int
     return {link: links[link] for link in sorted(links)}
 
 
-class _Run:
+class _Lowering(Policy):
     """A run of the program, in which every SEND waits for its RECV; the lists are written as it goes.
 
     Args:
@@ -129,14 +131,15 @@ class _Run:
         slots: Sequence[int],
         releasing: Sequence[Kind],
     ) -> None:
+        super().__init__()
         self.slots = list(slots)
         self.has_granted = False
         self.lists: list[list[Action]] = [[] for _ in program.ranks]
         self._program, self._messages, self._releasing = program, messages, releasing
         self._taken = [0] * len(self.slots)
+        # A rank waits for the arrival of message n under the number n, for its RECV under messages.count + n.
         self._posted, self._arrived = bytearray(messages.count), bytearray(messages.count)
-        self._waiting_for_post: dict[int, int] = {}
-        self._waiting_for_arrival: dict[int, int] = {}
+        self._at = [0] * program.n_ranks
         self._queues = list(links.values())
         self._heads = [0] * len(self._queues)
         n_stages = program.n_stages
@@ -149,64 +152,56 @@ class _Run:
                 self._queue_of_channel[channel] = queue
                 self._freed_by[stage].append((channel, queue))
                 self._receivers[channel] = stage, kind, self.lists[program.placement[stage]]
-        self._runnable = list(range(program.n_ranks))
         for queue in range(len(self._queues)):
             self._post(queue)
-        self._at = [0] * program.n_ranks
-        self._is_sending = [False] * program.n_ranks
-        self._advance()
-        while self._waiting_for_post:
-            self._grant()
-            self._advance()
-        self._require_finished()
 
-    def _advance(self) -> None:
-        """Let each runnable rank go on until it waits."""
-        arrived, posted, runnable = self._arrived, self._posted, self._runnable
-        waiting_for_arrival, waiting_for_post = self._waiting_for_arrival, self._waiting_for_post
+    def run(self, rank: int) -> Iterator[int]:
+        """Write the rank's list; wait for messages, and for the RECVs of what it sends."""
+        arrived, posted, waiting, count = self._arrived, self._posted, self.waiting, self._messages.count
         bases, sent, releasing, freed_by = self._messages.bases, self._messages.sent, self._releasing, self._freed_by
-        taken, queues, heads = self._taken, self._queues, self._heads
-        while runnable:
-            rank = runnable.pop()
-            actions, lowered = self._program.ranks[rank], self.lists[rank]
-            position, is_sending = self._at[rank], self._is_sending[rank]
-            while position < len(actions):
-                action = actions[position]
-                stage, kind, microbatch = action
-                if not is_sending:
-                    base = bases[kind][stage]
-                    if base >= 0 and not arrived[base + microbatch]:
-                        waiting_for_arrival[base + microbatch] = rank
-                        break
-                    lowered.append(action)
-                    if kind in releasing:
-                        for channel, queue in freed_by[stage]:
-                            taken[channel] -= 1
-                            if heads[queue] < len(queues[queue]):
-                                self._post(queue)
-                base = sent[kind][stage]
-                if base >= 0:
-                    number = base + microbatch
-                    is_sending = not posted[number]
-                    if is_sending:
-                        waiting_for_post[number] = rank
-                        break
-                    lowered.append(_action((stage, _SEND[kind], microbatch)))
-                    arrived[number] = 1
-                    if number in waiting_for_arrival:
-                        runnable.append(waiting_for_arrival.pop(number))
-                position += 1
-            self._at[rank], self._is_sending[rank] = position, is_sending
+        taken, queues, heads, lowered = self._taken, self._queues, self._heads, self.lists[rank]
+        for position, action in enumerate(self._program.ranks[rank]):
+            stage, kind, microbatch = action
+            base = bases[kind][stage]
+            if base >= 0 and not arrived[base + microbatch]:
+                self._at[rank] = position
+                yield base + microbatch
+            lowered.append(action)
+            if kind in releasing:
+                for channel, queue in freed_by[stage]:
+                    taken[channel] -= 1
+                    if heads[queue] < len(queues[queue]):
+                        self._post(queue)
+            base = sent[kind][stage]
+            if base >= 0:
+                number = base + microbatch
+                if not posted[number]:
+                    self._at[rank] = position
+                    yield count + number
+                lowered.append(_action((stage, _SEND[kind], microbatch)))
+                arrived[number] = 1
+                if number in waiting:
+                    self.wake(number)
+
+    def relieve(self) -> None:
+        """Give one slot more to the channel that the lowest rank waits to send on."""
+        count = self._messages.count
+        blocked = [(rank, number - count) for number, rank in self.waiting.items() if number >= count]
+        if blocked:
+            # All earlier messages of its link are sent, so the one that it waits for is next to be posted.
+            channel = min(blocked)[1] // self._program.n_microbatches
+            self.slots[channel] += 1
+            self.has_granted = True
+            self._post(self._queue_of_channel[channel])
+
+    def reason(self, rank: int, number: int) -> tuple[int, str]:
+        """Which message a rank waits for; for RECVs none waits in the end."""
+        return self._at[rank], self._messages.reason(number, self._at)
 
     def _post(self, queue: int) -> None:
         """Append a RECV for each message at the head of a link's queue that has a slot now."""
-        n_microbatches, numbers, slots, taken = (
-            self._program.n_microbatches,
-            self._queues[queue],
-            self.slots,
-            self._taken,
-        )
-        head = self._heads[queue]
+        n_microbatches, count = self._program.n_microbatches, self._messages.count
+        numbers, slots, taken, head = self._queues[queue], self.slots, self._taken, self._heads[queue]
         while head < len(numbers):
             number = numbers[head]
             channel = number // n_microbatches
@@ -217,21 +212,6 @@ class _Run:
             stage, kind, lowered = self._receivers[channel]
             lowered.append(_action((stage, kind, number % n_microbatches)))
             self._posted[number] = 1
-            if number in self._waiting_for_post:
-                self._runnable.append(self._waiting_for_post.pop(number))
+            if count + number in self.waiting:
+                self.wake(count + number)
         self._heads[queue] = head
-
-    def _grant(self) -> None:
-        """Give one slot more to the channel that the lowest rank waits to send on."""
-        # All earlier messages of its link are sent, so the one that it waits for is next to be posted.
-        number = min(self._waiting_for_post, key=self._waiting_for_post.__getitem__)
-        channel = number // self._program.n_microbatches
-        self.slots[channel] += 1
-        self.has_granted = True
-        self._post(self._queue_of_channel[channel])
-
-    def _require_finished(self) -> None:
-        waiting = self._waiting_for_arrival.items()
-        waits = {rank: (self._at[rank], self._messages.reason(number, self._at)) for number, rank in waiting}
-        if waits:
-            raise stuck(self._program, waits)

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["copy_of", "is_kept", "memory_parts", "settled"]
+__all__ = ["copy_of", "memory_parts", "settled"]
 
 
 def memory_parts(tensor: Tensor) -> Sequence[Tensor]:
@@ -61,41 +60,3 @@ class _Settled(torch.autograd.Function):
     @staticmethod
     def backward(_ctx: Any, *gradients: Any) -> Any:
         return gradients[0]
-
-
-def _uses(tensor: Tensor) -> tuple[int, int, int]:
-    """How often a tensor is referred to from Python and from C++, and its storage from C++, as each counts itself."""
-    in_core: int = tensor._use_count()  # type: ignore[attr-defined]
-    return sys.getrefcount(tensor), in_core, torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-
-
-def _fewest_uses() -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """`_uses` of a tensor that one list holds: alone on its storage, and beside another tensor that is kept there.
-
-    Counted and not written down: asking for a storage makes a Python object of it, which some releases count.
-    """
-    with torch.inference_mode(False), _disable_current_modes():  # a mode may keep what it sees
-        alone = [torch.empty(1)]
-        beside = [torch.empty(1)]
-        kept = beside[0].detach()
-        counts = [_uses(tensor) for tensors in (alone, beside) for tensor in tensors]
-        del kept
-        return counts[0], counts[1]
-
-
-_ALONE, _BESIDE = _fewest_uses()
-
-
-def is_kept(tensors: list[Tensor], *, beside: bool = False) -> bool:
-    """Whether anything but this list has one of these tensors, in Python or in C++, or has another on their storage.
-
-    Args:
-        tensors: the list. Only its owner has it.
-        beside: whether one more tensor is known to be kept on each storage.
-    """
-    python, core, storage = _BESIDE if beside else _ALONE
-    for tensor in tensors:
-        uses = _uses(tensor)
-        if uses[0] > python or uses[1] > core or uses[2] > storage:
-            return True
-    return False

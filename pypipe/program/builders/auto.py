@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pypipe.errors import ConfigurationError
-from pypipe.program.builders.catalog import catalog
-from pypipe.program.builders.registry import register, require_numbers
+from pypipe.program.builders.registry import build_all, register, require_numbers
 from pypipe.program.errors import ProgramError
 from pypipe.program.programs import Program
 from pypipe.program.search.candidates import N_ACTIONS, Candidate, Stages, candidates, choose
@@ -36,7 +35,7 @@ def auto(
 ) -> Program:
     """The best program that a search finds for given times and memory; the same for the same arguments.
 
-    The search is a list scheduler under many policies, then moves of single actions; it starts from the fixed
+    The search is a list scheduler under many preferences, then moves of single actions; it starts from the fixed
     schedules with the same placement and is never worse than the best of them that fits into memory, in step time. The
     idea, I before W and W in the gaps under a memory limit, is that of Qi et al., "Zero Bubble Pipeline
     Parallelism", arXiv 2401.10241, section 3.1.
@@ -67,7 +66,7 @@ def auto(
     """
     shapes = _shapes(n_ranks, n_microbatches, stages_per_rank, placement)
     fixed = [
-        program for _, program in catalog(n_ranks, n_microbatches, stages_per_rank) if isinstance(program, Program)
+        program for _, program in build_all(n_ranks, n_microbatches, stages_per_rank) if isinstance(program, Program)
     ]
     found: list[Candidate] = []
     for shape in shapes:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from pypipe.errors import ConfigurationError
 from pypipe.program.programs import Program
 
 Builder = Callable[..., Program]
+
+PER_RANK = "stages_per_rank"
+"""What builders call v, the number of stages on each rank, where it can be chosen."""
 
 _builders: dict[str, Builder] = {}
 
@@ -71,6 +74,37 @@ def build(name: str, /, n_ranks: int, n_microbatches: int, **options: Any) -> Pr
     if not isinstance(program, Program):
         raise ConfigurationError(f"the builder of {name} returned a {type(program).__name__}: return a Program")
     return program
+
+
+def build_all(
+    n_ranks: int, n_microbatches: int, stages_per_rank: int | None = None, *, without: tuple[str, ...] = ("auto",)
+) -> Iterator[tuple[str, Program | str]]:
+    """Build each registered schedule.
+
+    Args:
+        n_ranks: P.
+        n_microbatches: M.
+        stages_per_rank: v, for the builders that have this option; their own default where None is given.
+        without: names to leave out.
+
+    Yields:
+        The name, and its program; or, where it cannot be built for these numbers, the reason in one line.
+    """
+    for name, builder in list(_builders.items()):
+        if name in without:
+            continue
+        options = {}
+        if stages_per_rank is not None and PER_RANK in inspect.signature(builder).parameters:
+            options[PER_RANK] = stages_per_rank
+        try:
+            inspect.signature(builder).bind(n_ranks, n_microbatches, **options)
+        except TypeError as error:
+            yield name, f"its builder needs more than P and M: {error}"
+            continue
+        try:
+            yield name, builder(n_ranks, n_microbatches, **options)
+        except ValueError as error:
+            yield name, str(error)
 
 
 def _require_options(name: str, builder: Builder, options: dict[str, Any]) -> None:

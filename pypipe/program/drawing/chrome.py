@@ -12,7 +12,7 @@ from typing import Any
 from pypipe.program.actions import Action, Kind
 from pypipe.program.drawing.panels import MEANINGS, Drawn, Panel, frees, live_activations, panels_of, short_label
 from pypipe.program.programs import Chain, Program
-from pypipe.program.simulation.simulate import Event, Timeline
+from pypipe.program.simulation.timeline import Event, Timeline
 
 _FORMAT = 1
 # Flows bind to the slice around their time, to the nanosecond: so they begin and end a little within it.

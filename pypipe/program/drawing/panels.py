@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pypipe.program.actions import Action, Kind
 from pypipe.program.programs import Program
 from pypipe.program.simulation.bubble import split_bubble
-from pypipe.program.simulation.simulate import Event, Timeline, simulate
+from pypipe.program.simulation.timeline import Event, Timeline, simulate
 
 MEANINGS = {
     Kind.F: "forward",

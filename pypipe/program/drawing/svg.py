@@ -26,7 +26,7 @@ from pypipe.program.drawing.panels import (
     ticks,
     time_unit,
 )
-from pypipe.program.simulation.simulate import Event
+from pypipe.program.simulation.timeline import Event
 
 # Lengths are CSS pixels, of which 96 make an inch.
 _ROW, _ROW_GAP = 20, 4

@@ -26,7 +26,7 @@ from pypipe.program.drawing.panels import (
     time_unit,
 )
 from pypipe.program.programs import Program
-from pypipe.program.simulation.simulate import Event, Timeline
+from pypipe.program.simulation.timeline import Event, Timeline
 
 _IDLE = "·"
 _GOES_ON = "─"

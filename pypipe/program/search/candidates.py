@@ -6,14 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pypipe.program.errors import ProgramError
-from pypipe.program.lowering import lower
 from pypipe.program.memory import peak_memory
+from pypipe.program.preparation import prepare
 from pypipe.program.programs import Program
-from pypipe.program.search.searching import search
+from pypipe.program.search.preferences import search
 from pypipe.program.search.setting import make_setting
+from pypipe.program.simulation.clocks import run
 from pypipe.program.simulation.costs import Costs
-from pypipe.program.simulation.timing import run
-from pypipe.program.verification.verify import verify
 
 N_ACTIONS = 2_000_000
 """The actions that a search lists in all: a few seconds' work."""
@@ -95,7 +94,7 @@ def choose(among: Sequence[Candidate]) -> Candidate | None:
         among = [candidate for candidate in among if candidate.span <= span] or among
     for candidate in sorted(among, key=lambda each: (each.step_time + each.span, not each.is_fixed)):
         try:
-            verify(lower(candidate.program))
+            prepare(candidate.program)
         except ProgramError:
             continue
         return candidate

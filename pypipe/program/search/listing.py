@@ -1,4 +1,4 @@
-"""The list scheduler: makes a program by letting each rank do, whenever it is free, what a policy prefers."""
+"""The list scheduler: makes a program by letting each rank do what it prefers whenever it is free."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pypipe.program.search.setting import Lists, Setting
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class Preference:
     """What a free rank prefers.
 
     Args:
@@ -27,7 +27,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """What a policy or a move led to.
+    """What a preference or a move led to.
 
     Args:
         step_time: the end of the last action.
@@ -45,24 +45,24 @@ class Scheduled:
         return self.step_time + self.span
 
 
-def schedule(setting: Setting, policy: Policy) -> Scheduled:
-    """Let simulated ranks follow a policy.
+def schedule(setting: Setting, preference: Preference) -> Scheduled:
+    """Let simulated ranks follow a preference.
 
-    A rank that is free takes an I or an F that is there, in the order that the policy says; else a W, which fills the
-    time until one comes; else it waits. An F is started only where memory lasts, also for what other stages of the
-    rank have to have (see `Setting`), so that the ranks never wait for each other for ever. The idea, I before W and
-    W in the gaps under a memory limit, is that of Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241,
+    A rank that is free takes an I or an F that is there, in the order that the preference says; else a W, which fills
+    the time until one comes; else it waits. An F is started only where memory suffices, also for what other stages of
+    the rank must have (see `Setting`), so that the ranks never wait for each other for ever. The idea, I before W and W
+    in the gaps under a memory limit, is that of Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241,
     section 3.1; here time runs through all ranks at once, and the placement may be any.
 
     Args:
         setting: each rank's memory holds one microbatch of each of its stages at least.
-        policy: its limits are 1 or more.
+        preference: its limits are 1 or more.
     """
     n_stages, n_microbatches, placement = setting.n_stages, setting.n_microbatches, setting.placement
     before, after, delays, activation = setting.before, setting.after, setting.delays, setting.activation
     forward, input_half, weight_half = setting.durations
     size = n_stages * n_microbatches
-    limits, patience, forward_first = policy.limits, policy.patience, policy.forward_first
+    limits, patience, forward_first = preference.limits, preference.patience, preference.forward_first
     n_forward, n_input, n_weight = [0] * n_stages, [0] * n_stages, [0] * n_stages
     counts = [len(setting.microbatches_of(stage)) for stage in range(n_stages)]
     firsts = [setting.microbatches_of(stage).start for stage in range(n_stages)]
@@ -75,6 +75,7 @@ def schedule(setting: Setting, policy: Policy) -> Scheduled:
     begin: list[float] = [-1.0] * setting.n_ranks
     free = [0.0] * setting.n_ranks
     asleep = [False] * setting.n_ranks
+    # There are no lists to walk through yet, and time says whose turn it is: this loop is its own.
     heap = [(0.0, rank) for rank in range(setting.n_ranks)]
     while heap:
         now, rank = heappop(heap)

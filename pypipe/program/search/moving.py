@@ -105,6 +105,7 @@ class _Moving:
 
     def time(self) -> _Timed | None:
         """When each action runs; None where the ranks would wait for each other for ever."""
+        # Each move comes through here, so this loop is its own instead of a `walk`.
         needed, delays, durations, lists = self.needed, self.delays, self.durations, self.lists
         starts, ends = [0.0] * len(needed), [-1.0] * len(needed)
         free, reached = [0.0] * len(lists), [0] * len(lists)

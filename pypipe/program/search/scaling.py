@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from pypipe.program.programs import Chain
-from pypipe.program.search.listing import Policy
+from pypipe.program.search.listing import Preference
 from pypipe.program.search.setting import Setting
 
 _N_RANKS = 8
@@ -73,15 +73,16 @@ class Likeness:
             ],
         )
 
-    def enlarge(self, policy: Policy) -> Policy:
-        """The policy for the big setting that is like one for the small one."""
+    def enlarge(self, preference: Preference) -> Preference:
+        """The preference for the big setting that is like one for the small one."""
         limits = []
         for place in self._places:
             lower = int(place)
-            upper = min(lower + 1, len(policy.limits) - 1)
-            between = policy.limits[lower] + (policy.limits[upper] - policy.limits[lower]) * (place - lower)
+            upper = min(lower + 1, len(preference.limits) - 1)
+            low, high = preference.limits[lower], preference.limits[upper]
+            between = low + (high - low) * (place - lower)
             limits.append(max(1, round(between / self._shrink)))
-        return Policy(tuple(limits), policy.patience, policy.forward_first)
+        return Preference(tuple(limits), preference.patience, preference.forward_first)
 
 
 def likeness(setting: Setting) -> Likeness | None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pypipe.program.actions import Action, Kind
 from pypipe.program.programs import Program
-from pypipe.program.simulation.simulate import Timeline
+from pypipe.program.simulation.clocks import run
+from pypipe.program.simulation.costs import costs_of
+from pypipe.program.simulation.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,33 +71,6 @@ def split_bubble(timeline: Timeline) -> Bubble:
 
 def _step_time(program: Program, ranks: Sequence[Sequence[Action]], times: Sequence[Sequence[float]]) -> float:
     """When the last action ends if each starts as soon as its rank is free and what it needs was made."""
-    made: dict[tuple[bool, int, int], float] = {}  # by direction, stage and microbatch
-    waiting: dict[tuple[bool, int, int], int] = {}
-    before = [program.previous_stage(stage) for stage in range(program.n_stages)]
-    after = [program.next_stage(stage) for stage in range(program.n_stages)]
-    positions, clocks = [0] * len(ranks), [0.0] * len(ranks)
-    runnable = list(range(len(ranks)))
-    while runnable:
-        rank = runnable.pop()
-        actions, clock, position = ranks[rank], clocks[rank], positions[rank]
-        while position < len(actions):
-            kind, stage, microbatch = actions[position].kind, actions[position].stage, actions[position].microbatch
-            exchanges = kind.is_compute and kind is not Kind.W
-            if exchanges:
-                forward = kind is Kind.F
-                source = before[stage] if forward else after[stage]
-                if source is not None:
-                    needed = (forward, source, microbatch)
-                    if needed not in made:
-                        waiting[needed] = rank
-                        break
-                    clock = max(clock, made[needed])
-            clock += times[rank][position]
-            position += 1
-            if exchanges:
-                makes = (forward, stage, microbatch)
-                made[makes] = clock
-                if makes in waiting:
-                    runnable.append(waiting.pop(makes))
-        clocks[rank], positions[rank] = clock, position
-    return max(clocks, default=0.0)
+    ordered = replace(program, ranks=tuple(map(tuple, ranks)))
+    timed = run(ordered, costs_of(ordered), durations=times)
+    return max((ends[-1] for ends in timed.ends if ends), default=0.0)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 
 from pypipe.program.actions import Action, Kind
-from pypipe.program.errors import stuck
 from pypipe.program.messages import Messages
 from pypipe.program.programs import Program
+from pypipe.program.walk import Policy, walk
 
 _UNITS = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
 
@@ -26,43 +27,65 @@ def pair_transfers(program: Program, messages: Messages) -> list[list[Action]]:
     Raises:
         ProgramError: some ranks wait for each other.
     """
-    lists: list[list[Action]] = [[] for _ in program.ranks]
-    at = [0] * program.n_ranks
-    arrived = bytearray(messages.count)
-    waiting: dict[int, int] = {}
-    running: list[tuple[int, int]] = []  # the time at which a rank's action ends, and the rank
-    now, ready = 0, list(range(program.n_ranks))
-    while ready or running:
-        # All that ends at one time sends before anything starts then: what can be one group becomes one.
-        for rank in ready:
-            if at[rank] == len(program.ranks[rank]):
-                continue
-            stage, kind, microbatch = action = program.ranks[rank][at[rank]]
-            base = messages.bases[kind][stage]
+    pairing = _Pairing(program, messages)
+    walk(program, pairing)
+    return pairing.lists
+
+
+class _Pairing(Policy):
+    """A run in which time passes; the lists are written as it goes."""
+
+    def __init__(self, program: Program, messages: Messages) -> None:
+        super().__init__()
+        self.lists: list[list[Action]] = [[] for _ in program.ranks]
+        self._program, self._messages = program, messages
+        self._at = [0] * program.n_ranks
+        # A rank waits for message n under the number n; rank r waits for the end of its own action under
+        # messages.count + r.
+        self._arrived = bytearray(messages.count)
+        self._now = 0
+        self._running: list[tuple[int, int]] = []  # a heap: the time at which a rank's action ends, and the rank
+
+    def run(self, rank: int) -> Iterator[int]:
+        """Start the rank's actions one by one, each as soon as its message is there."""
+        bases, arrived, lowered, end = (
+            self._messages.bases,
+            self._arrived,
+            self.lists[rank],
+            self._messages.count + rank,
+        )
+        for position, action in enumerate(self._program.ranks[rank]):
+            self._at[rank] = position
+            stage, kind, microbatch = action
+            base = bases[kind][stage]
             if base >= 0 and not arrived[base + microbatch]:
-                waiting[base + microbatch] = rank
-                continue
-            lists[rank].append(action)
-            heapq.heappush(running, (now + _UNITS[kind], rank))
-        ready = []
-        if not running:
-            break
-        now = running[0][0]
-        while running and running[0][0] == now:
+                yield base + microbatch
+            lowered.append(action)
+            heapq.heappush(self._running, (self._now + _UNITS[kind], rank))
+            yield end
+
+    def relieve(self) -> None:
+        """Let time pass to the next end of an action.
+
+        All that ends at one time sends before anything starts then: what can be one group becomes one.
+        """
+        running, placement = self._running, self._program.placement
+        self._now = running[0][0] if running else self._now
+        while running and running[0][0] == self._now:
             _, rank = heapq.heappop(running)
-            ready.append(rank)
-            stage, kind, microbatch = program.ranks[rank][at[rank]]
-            at[rank] += 1
-            base = messages.sent[kind][stage]
+            self.wake(self._messages.count + rank)
+            stage, kind, microbatch = self._program.ranks[rank][self._at[rank]]
+            base = self._messages.sent[kind][stage]
             if base < 0:
                 continue
             number = base + microbatch
-            lists[rank].append(messages.send(number))
-            receive = messages.receive(number)
-            lists[program.placement[receive.stage]].append(receive)
-            arrived[number] = 1
-            if number in waiting:
-                ready.append(waiting.pop(number))
-    if waiting:
-        raise stuck(program, {rank: (at[rank], messages.reason(number, at)) for number, rank in waiting.items()})
-    return lists
+            self.lists[rank].append(self._messages.send(number))
+            receive = self._messages.receive(number)
+            self.lists[placement[receive.stage]].append(receive)
+            self._arrived[number] = 1
+            if number in self.waiting:
+                self.wake(number)
+
+    def reason(self, rank: int, number: int) -> tuple[int, str]:
+        """Which message a rank waits for."""
+        return self._at[rank], self._messages.reason(number, self._at)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from pypipe.program.errors import stuck
 from pypipe.program.messages import Messages
 from pypipe.program.programs import Program
+from pypipe.program.walk import Policy, walk
 
 
 def check_paired_progress(program: Program, messages: Messages) -> None:
@@ -30,7 +31,7 @@ def check_paired_progress(program: Program, messages: Messages) -> None:
     So the two ranks have to issue what they exchange in one order, up to what groups allow: opposite transfers that
     both ranks put in one group may stand in either order. These groups are the largest that may be. The NCCL link,
     whose hosts also wait for announcements, forms smaller ones, of programs that list everything in one order:
-    see `grouping.ends_of_groups`.
+    see `groups.ends_of_groups`.
 
     Args:
         program: lowered; each SEND has exactly one RECV, and what goes from one rank to another is sent and
@@ -40,7 +41,7 @@ def check_paired_progress(program: Program, messages: Messages) -> None:
     Raises:
         ProgramError: some ranks wait for each other; the message says what each waits for.
     """
-    _Run(program, messages).check()
+    walk(program, _Communicators(program, messages))
 
 
 @dataclass(slots=True, eq=False)
@@ -60,42 +61,53 @@ class _Group:
     numbers: list[int] = field(default_factory=list)
 
 
-class _Run:
-    """A run of the program by the rules above. In what order ranks take turns makes no difference."""
+class _Communicators(Policy):
+    """Transfers by the rules of `check_paired_progress`."""
 
     def __init__(self, program: Program, messages: Messages) -> None:
+        super().__init__()
         self._program, self._messages = program, messages
         self._at = [0] * program.n_ranks
         self._unmet_sends = [0] * program.n_ranks
         self._running: dict[int, _Group] = {}  # the group of a message's one end, while its other end is not there
+        # A compute action waits for the end of message n's group under the number n; rank r waits for its SENDs under
+        # messages.count + r.
         self._met, self._ended = bytearray(messages.count), bytearray(messages.count)
-        self._waiting: dict[int, int] = {}  # the rank whose compute waits for a message
         self._queues: dict[tuple[int, int], deque[_Group]] = {}
-        self._runnable = list(range(program.n_ranks))
 
-    def check(self) -> None:
-        """Run to the end, or raise."""
-        bases = self._messages.bases
-        while self._runnable:
-            rank = self._runnable.pop()
-            actions = self._program.ranks[rank]
-            while not self._unmet_sends[rank] and self._at[rank] < len(actions):
-                stage, kind, microbatch = actions[self._at[rank]]
-                if kind.is_transfer:
-                    self._issue(rank)
-                    continue
-                base = bases[kind][stage]
-                if base >= 0 and not self._ended[base + microbatch]:
-                    self._waiting[base + microbatch] = rank
-                    break
-                self._at[rank] += 1
-        waits = {
-            rank: self._reason(rank, position)
-            for rank, position in enumerate(self._at)
-            if self._unmet_sends[rank] or position < len(self._program.ranks[rank])
-        }
-        if waits:
-            raise stuck(self._program, waits)
+    def run(self, rank: int) -> Iterator[int]:
+        """Go through the rank's list."""
+        actions, bases, at, ended = self._program.ranks[rank], self._messages.bases, self._at, self._ended
+        while at[rank] < len(actions):
+            stage, kind, microbatch = actions[at[rank]]
+            if kind.is_transfer:
+                self._issue(rank)
+                if self._unmet_sends[rank]:
+                    yield self._messages.count + rank
+                continue
+            base = bases[kind][stage]
+            if base >= 0 and not ended[base + microbatch]:
+                yield base + microbatch
+            at[rank] += 1
+
+    def reason(self, rank: int, number: int) -> tuple[int, str]:
+        """What runs on the communicator that a rank waits for."""
+        actions, position = self._program.ranks[rank], self._at[rank]
+        if number < self._messages.count:
+            doing, peer = f"waits in {actions[position]}", self._peer(rank, number)
+        else:
+            position -= 1  # the last of the transfers that were issued together
+            doing = "waits for a SEND"
+            groups = (group for (issuer, _), queue in sorted(self._queues.items()) for group in queue if issuer == rank)
+            peer = next(group.peer for group in groups if any(self._is_sent(rank, n) for n in self._unmet(group)))
+        there, listed = self._at[peer], self._program.ranks[peer]
+        stands = f"position {there}, {listed[there]}" if there < len(listed) else "its end"
+        head = self._queues[rank, peer][0]
+        own = ", ".join(
+            str(self._messages.send(number) if self._is_sent(rank, number) else self._messages.receive(number))
+            for number in self._unmet(head)
+        )
+        return position, f"{doing}; its communicator with rank {peer}, which is at {stands}, runs {own}"
 
     def _issue(self, rank: int) -> None:
         """Issue the transfers from the rank's position up to its next compute action, one group for each peer."""
@@ -137,16 +149,16 @@ class _Run:
         self._met[number] = 1
         sender = self._program.placement[self._messages.channel(number).source_stage]
         self._unmet_sends[sender] -= 1
-        if not self._unmet_sends[sender]:
-            self._runnable.append(sender)
+        if not self._unmet_sends[sender] and self._messages.count + sender in self.waiting:
+            self.wake(self._messages.count + sender)
 
     def _end(self, group: _Group) -> list[_Group]:
         """End the running group of a communicator, and return the next one there, if any."""
         for number in group.numbers:
             if not self._is_sent(group.rank, number):
                 self._ended[number] = 1
-                if number in self._waiting:
-                    self._runnable.append(self._waiting.pop(number))
+                if number in self.waiting:
+                    self.wake(number)
         queue = self._queues[group.rank, group.peer]
         queue.popleft()
         return [queue[0]] if queue else []
@@ -155,26 +167,6 @@ class _Run:
         channel = self._messages.channel(number)
         source, target = (self._program.placement[s] for s in (channel.source_stage, channel.target_stage))
         return target if source == rank else source
-
-    def _reason(self, rank: int, position: int) -> tuple[int, str]:
-        """The position that a rank cannot pass, and why."""
-        actions = self._program.ranks[rank]
-        awaited = [number for number, waiting in self._waiting.items() if waiting == rank]
-        if awaited:
-            doing, peer = f"waits in {actions[position]}", self._peer(rank, awaited[0])
-        else:
-            position -= 1  # the last of the transfers that were issued together
-            doing = "waits for a SEND"
-            groups = (group for (issuer, _), queue in sorted(self._queues.items()) for group in queue if issuer == rank)
-            peer = next(group.peer for group in groups if any(self._is_sent(rank, n) for n in self._unmet(group)))
-        there, listed = self._at[peer], self._program.ranks[peer]
-        stands = f"position {there}, {listed[there]}" if there < len(listed) else "its end"
-        head = self._queues[rank, peer][0]
-        own = ", ".join(
-            str(self._messages.send(number) if self._is_sent(rank, number) else self._messages.receive(number))
-            for number in self._unmet(head)
-        )
-        return position, f"{doing}; its communicator with rank {peer}, which is at {stands}, runs {own}"
 
     def _unmet(self, group: _Group) -> list[int]:
         return [number for number in group.numbers if not self._met[number]]

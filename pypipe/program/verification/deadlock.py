@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pypipe.program.actions import Action, Kind
-from pypipe.program.errors import stuck
+from collections.abc import Iterator
+
 from pypipe.program.messages import Messages
 from pypipe.program.programs import Program
+from pypipe.program.walk import Policy, walk
 
 
 def check_progress(program: Program, messages: Messages) -> None:
@@ -22,57 +23,52 @@ def check_progress(program: Program, messages: Messages) -> None:
     Raises:
         ProgramError: some ranks wait for each other; the message says what each waits for.
     """
-    bases = messages.bases
-    posted, arrived = bytearray(messages.count), bytearray(messages.count)
-    waiting_for_post: dict[int, int] = {}
-    waiting_for_arrival: dict[int, int] = {}
-    at = [0] * program.n_ranks
-    runnable = list(range(program.n_ranks))
-    while runnable:
-        rank = runnable.pop()
-        actions = program.ranks[rank]
-        position = at[rank]
-        while position < len(actions):
-            stage, kind, microbatch = actions[position]
+    walk(program, _Rendezvous(program, messages))
+
+
+class _Rendezvous(Policy):
+    """Transfers by the rules of `check_progress`."""
+
+    def __init__(self, program: Program, messages: Messages) -> None:
+        super().__init__()
+        self._program, self._messages = program, messages
+        # A rank waits for the arrival of message n under the number n, for its RECV under messages.count + n.
+        self._posted, self._arrived = bytearray(messages.count), bytearray(messages.count)
+        self._at = [0] * program.n_ranks
+
+    def run(self, rank: int) -> Iterator[int]:
+        """Go through the rank's list."""
+        posted, arrived, waiting = self._posted, self._arrived, self.waiting
+        bases, count = self._messages.bases, self._messages.count
+        for position, (stage, kind, microbatch) in enumerate(self._program.ranks[rank]):
             base = bases[kind][stage]
-            if base >= 0:
-                message = base + microbatch
-                if kind.is_receive:
-                    posted[message] = 1
-                    if message in waiting_for_post:
-                        runnable.append(waiting_for_post.pop(message))
-                elif kind.is_send:
-                    if not posted[message]:
-                        waiting_for_post[message] = rank
-                        break
-                    arrived[message] = 1
-                    if message in waiting_for_arrival:
-                        runnable.append(waiting_for_arrival.pop(message))
-                elif not arrived[message]:
-                    waiting_for_arrival[message] = rank
-                    break
-            position += 1
-        at[rank] = position
-    blocked = {rank: position for rank, position in enumerate(at) if position < len(program.ranks[rank])}
-    if blocked:
-        raise stuck(program, {rank: (position, _reason(program, at, rank)) for rank, position in blocked.items()})
+            if base < 0:
+                continue
+            message = base + microbatch
+            if kind.is_receive:
+                posted[message] = 1
+                if count + message in waiting:
+                    self.wake(count + message)
+            elif kind.is_send:
+                if not posted[message]:
+                    self._at[rank] = position
+                    yield count + message
+                arrived[message] = 1
+                if message in waiting:
+                    self.wake(message)
+            elif not arrived[message]:
+                self._at[rank] = position
+                yield message
 
-
-def _reason(program: Program, at: list[int], rank: int) -> str:
-    action = program.ranks[rank][at[rank]]
-    stage, microbatch, placement = action.stage, action.microbatch, program.placement
-    before, after = program.previous_stage(stage), program.next_stage(stage)
-    is_send = action.kind.is_send
-    towards_next = action.kind is Kind.SEND_F or action.kind in (Kind.B, Kind.I)
-    other = after if towards_next else before
-    assert other is not None  # only an action with a neighbour on another rank ever blocks
-    if is_send:
-        awaited = Action(other, Kind.RECV_F if action.kind is Kind.SEND_F else Kind.RECV_B, microbatch)
-    else:
-        awaited = Action(other, Kind.SEND_F if action.kind is Kind.F else Kind.SEND_B, microbatch)
-    peer = placement[other]
-    there = at[peer]
-    stands = f"which is at position {there}, {program.ranks[peer][there]}"
-    if is_send:
-        return f"blocks in {action} until rank {peer}, {stands}, posts {awaited}"
-    return f"blocks in {action} until rank {peer}, {stands}, runs {awaited}"
+    def reason(self, rank: int, number: int) -> tuple[int, str]:
+        """Which transfer of which rank would let this rank go on."""
+        position, messages = self._at[rank], self._messages
+        is_send = number >= messages.count
+        message = number - messages.count if is_send else number
+        awaited = messages.receive(message) if is_send else messages.send(message)
+        peer = self._program.placement[awaited.stage]
+        there = self._at[peer]
+        stands = f"which is at position {there}, {self._program.ranks[peer][there]}"
+        does = "posts" if is_send else "runs"
+        blocked = self._program.ranks[rank][position]
+        return position, f"blocks in {blocked} until rank {peer}, {stands}, {does} {awaited}"

@@ -12,7 +12,9 @@ reduced: they are the same on all replicas.
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -95,6 +97,8 @@ class Replicated:
         self._is_reduced = False
         self._syncs = self._flag.get(self._state)
         self._flag.set(self._state, False)
+        if ddp.static_graph:
+            _in_step.add(ddp)
         if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
             # Else the first microbatch's backward would enqueue the reduction.
             self._first_static = ddp._static_graph_delay_allreduce_enqueued = True
@@ -222,6 +226,14 @@ class Replicated:
         if syncs is None:
             return
         self._flag.set(self._state, syncs)
+        ddp = self._get_ddp()
+        if ddp.static_graph:
+            _in_step.discard(ddp)
+            if self._used is not None and ddp not in _guarded:
+                _guarded.add(ddp)
+                self._owner.register_forward_pre_hook(
+                    functools.partial(_refuse_outside, weakref.ref(ddp)), prepend=True
+                )
         if self._first_static:  # it has not come to its reduction
             self._get_ddp()._static_graph_delay_allreduce_enqueued = self._first_static = False
 
@@ -230,6 +242,20 @@ class Replicated:
         if not self._syncs or self._is_reduced:
             return None
         return ".grad is not reduced among its replicas"
+
+
+_in_step: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # those with a static graph, while a step runs
+_guarded: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+
+def _refuse_outside(ddp: weakref.ref[DistributedDataParallel], _module: nn.Module, _args: Any) -> None:
+    """The reducer would wait for as many hooks as a whole step's microbatches have called, and reduce nothing."""
+    if torch.is_grad_enabled() and ddp() not in _in_step:
+        raise InputError(
+            "this module is in DistributedDataParallel with static_graph=True, and a schedule has trained it: its "
+            "static graph is a whole step of that schedule, so a backward outside would not be reduced. Train it in "
+            "schedules only, or leave static_graph out; under torch.no_grad() it may be called"
+        )
 
 
 class _Flag:

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from pypipe.errors import NameClashWarning
 
@@ -30,11 +31,32 @@ def _hash(key: str) -> str:
     return base64.b64encode(hashlib.sha256(key.encode()).digest()[:_BYTES]).decode()
 
 
+# What torch.distributed.checkpoint.state_dict leaves out of a key: wrappers' names for what they wrap.
+_OF_COMPILE, _OF_CHECKPOINT = "_orig_mod", "_checkpoint_wrapped_module"
+
+
 def _keys(module: nn.Module) -> Iterable[str]:
+    """The module's keys, and what torch.distributed.checkpoint's own functions make of them."""
     try:
-        return list(module.state_dict(keep_vars=True))  # with the module's own hooks, which may rename
+        keys = list(module.state_dict(keep_vars=True))  # with the module's own hooks, which may rename
     except Exception:  # a module may be trained that cannot be saved
         return []
+    replicated = [name for name, part in module.named_modules() if isinstance(part, DistributedDataParallel)]
+    return dict.fromkeys([*keys, *(_without_wrappers(key, replicated) for key in keys)])
+
+
+def _without_wrappers(key: str, replicated: Iterable[str]) -> str:
+    """A key without the names that wrappers add.
+
+    Args:
+        key: the key.
+        replicated: the names of modules that are wrapped by DistributedDataParallel, whose content is their `module`.
+    """
+    for name in sorted(replicated, key=len, reverse=True):
+        start = f"{name}." if name else ""
+        if key.startswith(f"{start}module."):
+            key = start + key.removeprefix(f"{start}module.")
+    return ".".join(part for part in key.split(".") if part not in (_OF_COMPILE, _OF_CHECKPOINT))
 
 
 def sketch(module: nn.Module) -> str:

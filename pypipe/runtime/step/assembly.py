@@ -14,7 +14,7 @@ from pypipe.runtime.rendezvous.meeting import Card, refuse
 from pypipe.runtime.rendezvous.state_names import NameClash, find_clash, sketch
 from pypipe.runtime.step.executor import Executor
 from pypipe.runtime.step.fitting import Fitted
-from pypipe.runtime.step.model_copies import ModelCopies, copy_channels
+from pypipe.runtime.step.model_copies import ModelCopies
 from pypipe.runtime.step.refused import refused_module
 from pypipe.runtime.step.settings import Settings
 from pypipe.runtime.step.stage_execution import StageExecution
@@ -66,7 +66,7 @@ def assemble(settings: Settings) -> Running:
         PipelineTimeout: a rank did not come.
     """
     program = settings.program
-    slots = _slots(settings)
+    slots = settings.fitted.slots
     wrappers = _find_wrappers(settings)
     links = {channel: program.link_of(channel) for channel in slots} if program is not None else {}
     connection = connect(
@@ -195,25 +195,6 @@ def _find_wrappers(settings: Settings) -> list[list[Wrapper]]:
             refuse(settings.world, text)
             raise ConfigurationError(text)
     return wrappers
-
-
-def _slots(settings: Settings) -> dict[Channel, int]:
-    """For each channel of the program, how many slots it gets."""
-    slots: dict[Channel, int] = {}
-    for verified in (settings.fitted.forward_only, settings.fitted.training):
-        if verified is None:
-            continue
-        for channel, count in verified.slots.items():
-            # The verifier counts the messages that are in use at once. With one slot more, the next message
-            # arrives while they are; without, its transfer would wait for a backward and then be waited for.
-            # So 1F1B's forward channel from rank i has min(M, P - i) slots. (A gradient's slot may also be lost
-            # to somebody who keeps the gradient: one more, however few there are.)
-            microbatches = len(verified.program.microbatches_of(channel.target_stage))
-            most = microbatches if channel.kind is Kind.F else count + 1
-            slots[channel] = max(min(count + 1, most), slots.get(channel, 0))
-    if settings.program is not None:
-        slots.update(dict.fromkeys(copy_channels(settings.program), 2))
-    return slots
 
 
 def _with_stage_actions(fitted: Fitted, program: Program, cards: Sequence[Card]) -> Fitted:

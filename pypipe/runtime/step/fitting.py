@@ -9,21 +9,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pypipe.program import (
+    Channel,
     Kind,
     Program,
     Verified,
     add_stage_actions,
     build,
+    count_slots,
     find_builder,
     load_csv,
-    lower,
+    prepare,
     verify,
 )
+from pypipe.program.builders.registry import PER_RANK
 
 __all__ = ["Fitted", "fit"]
-
-# The builders' name for v, the number of stages on each rank.
-_PER_RANK = "stages_per_rank"
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,11 @@ class Fitted:
     forward_only: Verified | None = None
     misfit: str | None = None
     single_communicator: bool = False
+
+    @property
+    def slots(self) -> dict[Channel, int]:
+        """For each channel of the programs, how many slots it gets; of none where there are no programs."""
+        return count_slots([verified for verified in (self.forward_only, self.training) if verified is not None])
 
     def with_stage_actions(self, *, reduced: Collection[int], sharded: Collection[int]) -> Fitted:
         """The same programs, with what stages do once a step together with their replicas.
@@ -125,25 +130,25 @@ def fit(
                 "here each pair of ranks has one (PYPIPE_NCCL_COMMUNICATORS)"
             )
         program = program.without_transfers()
-    forward_only = _verified(program.compute_only().forward_only(), single_communicator)
+    forward_only = prepare(program.compute_only().forward_only(), single_communicator=single_communicator)
     if not training:
         return Fitted(None, forward_only, single_communicator=single_communicator)
     if not any(action.kind in (Kind.B, Kind.I) for actions in program.ranks for action in actions):
         raise ValueError(f"the program {program.name} has no backward, but there is a loss_fn: leave that out")
-    training_program = _verified(program, single_communicator)
-    return Fitted(training_program, forward_only, single_communicator=single_communicator)
+    verified = prepare(program, single_communicator=single_communicator)
+    return Fitted(verified, forward_only, single_communicator=single_communicator)
 
 
 def _build(name: str, n_ranks: int, num_stages: int, n_microbatches: int, options: dict[str, Any]) -> Program | str:
     """The program, or a misfit."""
     parameters = inspect.signature(find_builder(name)).parameters
-    if _PER_RANK in parameters and _PER_RANK not in options:
+    if PER_RANK in parameters and PER_RANK not in options:
         if num_stages % n_ranks:
             return (
                 f"num_stages is {num_stages}, but the pipeline's group has {n_ranks} ranks: {name} runs as many stages "
                 f"on each rank as on any other; cut the model into a multiple of {n_ranks} stages"
             )
-        options = {**options, _PER_RANK: num_stages // n_ranks}
+        options = {**options, PER_RANK: num_stages // n_ranks}
     try:
         inspect.signature(find_builder(name)).bind(n_ranks, n_microbatches, **options)
     except TypeError as error:
@@ -166,8 +171,3 @@ def _misfit(program: Program, num_stages: int) -> str | None:
         remedy = "runs one stage on each rank; give PipelineStage a group of as many ranks as there are stages"
     where = f"num_stages is {num_stages}, but the pipeline's group has {n_ranks} ranks"
     return f"{where}: the schedule {program.name} {remedy}"
-
-
-def _verified(program: Program, single_communicator: bool) -> Verified:
-    lowered = program if program.has_transfers else lower(program, single_communicator=single_communicator)
-    return verify(lowered, single_communicator=single_communicator)

@@ -18,21 +18,12 @@ from pypipe.errors import InputError
 from pypipe.program import Channel, Kind, Program
 from pypipe.runtime.transport.channel import ReceiveChannel, SendChannel
 
-__all__ = ["ModelCopies", "copy_channels"]
+__all__ = ["ModelCopies"]
 
 # One message's worth of gradients: large enough for bandwidth, and little memory for slots.
 _BUCKET_BYTES = 8 << 20
 
 Part = tuple[nn.Parameter, int, int]  # of the parameter's flattened gradient
-
-
-def copy_channels(program: Program) -> list[Channel]:
-    """The channels between the two copies of each piece that are on different ranks."""
-    if len(program.chains) == 1:
-        return []
-    pairs = zip(program.chains[0].stages, program.chains[1].stages, strict=True)
-    apart = [(a, b) for a, b in pairs if program.placement[a] != program.placement[b]]
-    return [Channel(Kind.W, *pair) for a, b in apart for pair in ((a, b), (b, a))]
 
 
 class ModelCopies:
@@ -42,7 +33,7 @@ class ModelCopies:
         program: with two chains.
         rank: this rank.
         modules: by their stage in the program, those of this rank.
-        senders, receivers: the ends of `copy_channels` on this rank.
+        senders, receivers: the ends of `pypipe.program.copy_channels` on this rank.
     """
 
     def __init__(

@@ -115,6 +115,7 @@ class StageExecution:
         self._losses = Losses(loss, module, where, weighs=scale_grads) if last and loss is not None else None
         self._scale_grads = scale_grads
         self._receive_forward = receive_forward
+        self._inputs = receive_forward.inputs() if receive_forward is not None else None
         if receive_forward is not None:
             receive_forward.meshes = Meshes(module, where, get_mesh)
         self._send_forward = send_forward
@@ -241,12 +242,12 @@ class StageExecution:
         """F: waits for the input, runs the module, and on the last stage the loss."""
         batch = self._batch
         received: Lease | None = None
-        if self._receive_forward is None:
+        if self._inputs is None:
             share = batch.share(microbatch)
             args = batch.args(microbatch)
         else:
             self._new_gradients.look()
-            received = self._receive_forward.receive(microbatch, training=self._training)
+            received = self._inputs.take(microbatch, training=self._training)
             self.on_ready()
             share = Share(received.rows, received.batch_rows)
             tree = received.tree
@@ -270,7 +271,9 @@ class StageExecution:
                 received.after_forward()
             else:
                 kept.input = None
-                received.give_back()
+                del output, kept
+                assert self._inputs is not None
+                self._inputs.give_back(received)
         if self._hands_forward:
             self.send_forward(microbatch)
         elif self._last and not self._training:
@@ -410,7 +413,8 @@ class StageExecution:
     def _end_leases(self, kept: _Microbatch) -> None:
         received, kept.input = kept.input, None
         if received is not None:
-            received.give_back()
+            assert self._inputs is not None
+            self._inputs.give_back(received)
         gradients, kept.gradients = kept.gradients, None
         if gradients is not None:
             assert self._gradients is not None
@@ -427,6 +431,8 @@ class StageExecution:
 
     def end_step(self) -> None:
         """After the last action of a step without an error."""
+        if self._inputs is not None:
+            self._inputs.end_step(training=self._training)
         if not self._training:
             return
         if self._gradients is not None:

@@ -18,10 +18,12 @@ from pypipe import _core
 from pypipe.errors import MismatchError
 from pypipe.runtime.autograd.engine import enter
 from pypipe.runtime.diagnostics.checks import checksums, compare_checksums
+from pypipe.runtime.tensor_memory import copy_of
 from pypipe.runtime.transport import trees
 from pypipe.runtime.transport.distributed_tensors import Meshes
 from pypipe.runtime.transport.gradients import CopiedGradients, Gradients
-from pypipe.runtime.transport.lease import Lease, SlotLease
+from pypipe.runtime.transport.inputs import Inputs, WatchedInputs
+from pypipe.runtime.transport.lease import CopiesLease, Lease, SlotLease
 
 __all__ = ["IncomingLayout", "Message", "ReceiveChannel", "SendChannel", "Tag"]
 
@@ -222,6 +224,10 @@ class ReceiveChannel(ABC):
     def lies_in(self, message: Any, tensor: Tensor) -> bool:
         """Whether the tensor's memory lies in the message's slot."""
 
+    def is_ahead(self, message: Any) -> bool:
+        """Whether the tensors of the next message in this slot have been made already."""
+        return False
+
     @abstractmethod
     def release(self, message: Any) -> None:
         """Gives the slot back to the sender."""
@@ -250,12 +256,17 @@ class ReceiveChannel(ABC):
         """Waits for a message before it is used: its link carries it ahead of one that is used first."""
         self._early[microbatch] = self.wait(Tag(self._source_stage, self._kind, microbatch, 0, 0))
 
-    def receive(self, microbatch: int, *, training: bool) -> Lease:
+    def inputs(self) -> Inputs:
+        """What takes the inputs that come through this channel."""
+        return WatchedInputs(self, tells=False)
+
+    def receive(self, microbatch: int, *, training: bool, copies: bool = False) -> Lease:
         """Waits for the message of this microbatch.
 
         Args:
             microbatch: which one must come next, unless it was taken already.
             training: whether tensors that require gradients at the sender get leaves here.
+            copies: whether its tensors get memory of their own.
         """
         message = self._early.pop(microbatch, None) if self._early else None
         if message is None:
@@ -263,14 +274,25 @@ class ReceiveChannel(ABC):
         layout = self._layouts.get(message.layout)
         if layout is None:
             layout = self._learn(message)
-        tensors, leaves, beside = self._open(message, layout, training=training)
+        leaves: list[Tensor]
+        if copies:
+            tensors = [copy_of(tensor) for tensor in self._on_slot(message, layout)]
+            leaves, beside = layout.enter(tensors) if training and layout.has_leaves else [], None
+        else:
+            tensors, leaves, beside = self._open(message, layout, training=training)
         if layout.is_tensor:
-            return SlotLease(self, message, tensors[0], tensors, leaves, beside)
-        if self._checksum:
-            action = f"{self._source_stage}SEND_{chr(self._kind).upper()}{microbatch}"
-            compare_checksums(tensors[:-1], tensors[-1].tolist(), action)
-        tree = trees.rebuild(layout.description, tensors, self.meshes)
-        return SlotLease(self, message, tree[0] if self._checksum else tree, tensors, leaves, beside)
+            tree = tensors[0]
+        else:
+            if self._checksum:
+                action = f"{self._source_stage}SEND_{chr(self._kind).upper()}{microbatch}"
+                compare_checksums(tensors[:-1], tensors[-1].tolist(), action)
+            tree = trees.rebuild(layout.description, tensors, self.meshes)
+            tree = tree[0] if self._checksum else tree
+        if not copies:
+            return SlotLease(self, message, tree, tensors, leaves, beside)
+        rows, batch_rows = message.rows, message.batch_rows
+        self.release(message)
+        return CopiesLease(tree, tensors, leaves, rows, batch_rows)
 
     def _open(
         self, message: Any, layout: IncomingLayout, *, training: bool

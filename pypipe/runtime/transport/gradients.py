@@ -60,7 +60,7 @@ class Gradients(ABC):
         lease = self._take(microbatch)
         copies = [_copy(gradient) for gradient in lease.tree]
         lease.give_back_unread()
-        return CopiesLease(copies, [copy for copy in copies if copy is not None])
+        return CopiesLease(copies, [copy for copy in copies if copy is not None], [])
 
 
 class CopiedGradients(Gradients):

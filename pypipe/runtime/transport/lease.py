@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from pypipe.runtime.tensor_memory import is_kept, memory_parts
+from pypipe.runtime.tensor_memory import memory_parts
+from pypipe.runtime.transport.kept_tensors import is_kept
 
 __all__ = ["CopiesLease", "Lease", "SlotLease", "SlotOwner"]
 
@@ -68,6 +68,9 @@ class SlotOwner(Protocol):
     def lies_in(self, message: Any, tensor: Tensor) -> bool:
         """Whether the tensor's memory lies in the message's slot."""
 
+    def is_ahead(self, message: Any) -> bool:
+        """Whether the tensors of the next message in this slot have been made already."""
+
     def release(self, message: Any) -> None:
         """Gives the slot back to the sender."""
 
@@ -103,7 +106,8 @@ class SlotLease(Lease):
         return self._message is not None and self._owner.lies_in(self._message, part)
 
     def is_kept(self) -> bool:
-        return is_kept(self._tensors, beside=self._beside is not None)
+        owner = self._owner
+        return is_kept(self._tensors, beside=self._beside is not None, ahead=owner.is_ahead(self._message))
 
     def give_back(self) -> None:
         for tensor in self._tensors:
@@ -125,9 +129,11 @@ class CopiesLease(Lease):
 
     __slots__ = ("_copies",)
 
-    def __init__(self, tree: Any, copies: Sequence[Tensor]) -> None:
-        super().__init__(tree, [])
-        self._copies = list(copies)
+    def __init__(
+        self, tree: Any, copies: list[Tensor], leaves: list[Tensor], rows: int = 0, batch_rows: int = 0
+    ) -> None:
+        super().__init__(tree, leaves, rows, batch_rows)
+        self._copies = copies
 
     def _holds_part(self, part: Tensor) -> bool:
         pointer = part.untyped_storage().data_ptr()

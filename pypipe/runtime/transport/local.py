@@ -17,6 +17,7 @@ from pypipe.runtime.autograd.engine import enter
 from pypipe.runtime.transport import trees
 from pypipe.runtime.transport.distributed_tensors import Meshes
 from pypipe.runtime.transport.gradients import Gradients, LentGradients
+from pypipe.runtime.transport.inputs import Inputs
 from pypipe.runtime.transport.lease import Lease
 
 __all__ = ["LocalChannel", "LocalLease"]
@@ -115,7 +116,11 @@ class LocalChannel:
         """True: nothing waits here, and nobody asks."""
         return True
 
-    def receive(self, microbatch: int, *, training: bool) -> LocalLease:
+    def inputs(self) -> Inputs:
+        """What takes the inputs that come through this channel."""
+        return Inputs(self)
+
+    def receive(self, microbatch: int, *, training: bool, copies: bool = False) -> LocalLease:
         """Takes what was handed over for this microbatch."""
         return LocalLease(self._outputs.pop(microbatch), self.meshes, training=training)
 

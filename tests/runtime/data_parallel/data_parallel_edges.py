@@ -145,6 +145,33 @@ def one_replica_fails(rank: int, size: int, group: Any, schedule: str, wrapper: 
     return found + replicas.differences
 
 
+def static_graph_outside(rank: int, size: int, group: Any) -> list[str]:
+    """A module with a static graph outside of schedules: before and after a step, and in a second schedule."""
+    replicas = Replicas(rank, size, Case("Schedule1F1B", "static", 4, 8))
+    _, module = replicas.held[0]
+    x, _ = replicas.batch(1, 0)
+    found = []
+    for step in range(2):
+        replicas.step(step)
+        replicas.check_gradients(f"step {step}")
+        replicas.update()
+        with torch.no_grad():
+            module(x)
+        try:
+            module(x)
+        except pypipe.InputError as error:
+            found += [] if "with static_graph=True, and a schedule has trained it" in str(error) else [str(error)]
+        else:
+            found.append("a forward outside was not refused")
+    stages = [pypipe.PipelineStage(module, replicas.place, 2, CPU, group=replicas.mesh["pp"].get_group())]
+    replicas.schedule.close()
+    replicas.schedule = pypipe.Schedule1F1B(stages[0], 4, functional.mse_loss, timeout=30)
+    replicas.step(5)
+    replicas.check_gradients("a step of another schedule")
+    replicas.schedule.close()
+    return found + replicas.differences
+
+
 class _Leaves(nn.Module):
     """Leaves a parameter out."""
 

@@ -113,6 +113,11 @@ def test_what_cannot_be_right_is_refused_by_name(ranks: RankPool, what: str, mes
         assert message in text
 
 
+def test_a_static_graph_that_a_schedule_has_made_is_refused_outside(ranks: RankPool) -> None:
+    found = [text for texts in ranks.run(4, edges.static_graph_outside) for text in texts]
+    assert not found, "\n".join(found)
+
+
 def test_a_trace_shows_what_replicas_do_together(ranks: RankPool) -> None:
     lines = ["0UNSHARD,0F0,0F1,0B0,0B1,0REDUCE_GRAD,0RESHARD", "1UNSHARD,1F0,1B0,1F1,1B1,1REDUCE_GRAD,1RESHARD"]
     assert ranks.run(4, edges.traced) == [lines] * 4

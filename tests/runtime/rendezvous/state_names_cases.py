@@ -10,6 +10,7 @@ from unittest.mock import patch
 import torch
 import transparency
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from pypipe import NameClashWarning
 from pypipe.runtime.rendezvous import state_names
@@ -27,11 +28,15 @@ class Apart(nn.Module):
         return x * torch.stack(list(self.parameters())).sum()
 
 
-def _modules(kind: str, count: int) -> list[nn.Module]:
+def _modules(kind: str, count: int, group: Any) -> list[nn.Module]:
     if kind == "alike":
         return [nn.Sequential(nn.Linear(4, 4)) for _ in range(count)]
     if kind == "large":  # more keys than a card has; the stages have all of them in common
         return [Apart([f"p{i}" for i in range(1000)]) for _ in range(count)]
+    if kind == "wrapped":  # in two ways, and one that torch.distributed.checkpoint sees through
+        plain = [nn.Sequential(nn.Linear(4, 4)) for _ in range(count)]
+        compiled = torch.compile(plain[0], backend="eager")
+        return [compiled, DistributedDataParallel(plain[1], process_group=group)]
     if kind == "renamed":
         made: list[nn.Module] = []
         for number in range(count):
@@ -50,7 +55,7 @@ def _modules(kind: str, count: int) -> list[nn.Module]:
 
 def warned(rank: int, size: int, group: Any, name: str, kind: str, steps: int) -> list[list[tuple[str, str]]]:
     """For each step of a script that has imported torch.distributed.checkpoint: text and file of each warning."""
-    modules = _modules(kind, transparency.count_stages(name, size))
+    modules = _modules(kind, transparency.count_stages(name, size), group)
     schedule, _ = transparency.build(rank, size, group, name, modules, 2, loss_fn=nn.functional.mse_loss, timeout=30)
     found: list[list[tuple[str, str]]] = []
     imported = {"torch.distributed.checkpoint": sys}  # it is looked for, not used

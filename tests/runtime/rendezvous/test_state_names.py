@@ -29,9 +29,10 @@ def test_a_clash_is_warned_of_once(ranks: RankPool, schedule: str, kind: str, ke
         assert file.endswith("state_names_cases.py")  # the line that called step()
 
 
-def test_stages_of_one_rank_clash_too(ranks: RankPool) -> None:
-    (((text, _),),) = ranks.run(1, warned, "ScheduleInterleaved1F1B v=2", "one", 1)[0]
-    assert text.startswith("stages 0 and 1 both have 'shared'")
+@pytest.mark.parametrize(("kind", "key"), [("one", "'shared'"), ("wrapped", "'0.weight'")])
+def test_stages_of_one_rank_clash_too(ranks: RankPool, kind: str, key: str) -> None:
+    (((text, _),),) = ranks.run(1, warned, "ScheduleInterleaved1F1B v=2", kind, 1)[0]
+    assert text.startswith(f"stages 0 and 1 both have {key}")
 
 
 @pytest.mark.parametrize("kind", ["none", "renamed"])

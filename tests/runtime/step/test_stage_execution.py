@@ -13,6 +13,7 @@ from pypipe.runtime.batch.batch import Batch, ChunkSpecs
 from pypipe.runtime.diagnostics.recorder import Recorder
 from pypipe.runtime.step.executor import Executor
 from pypipe.runtime.step.stage_execution import StageExecution
+from pypipe.runtime.transport.inputs import Inputs
 
 
 class _Input:
@@ -44,6 +45,9 @@ class _Channels:
     def __init__(self, room: bool) -> None:
         self.events: list[str] = []
         self._room = room
+
+    def inputs(self) -> Inputs:
+        return Inputs(cast(Any, self))
 
     def receive(self, microbatch: int, *, training: bool) -> _Input:
         return _Input(self.events, microbatch)

@@ -27,6 +27,8 @@ from pypipe import _core
 from pypipe.errors import LayoutError, PipelineError, PipelineTimeout
 from pypipe.program import Link
 from pypipe.runtime.transport.channel import ReceiveChannel, SendChannel, Tag
+from pypipe.runtime.transport.inputs import Inputs
+from pypipe.runtime.transport.kept_tensors import has_shared_storage
 from pypipe.runtime.transport.links.transport import Ends, Place, Transport
 from pypipe.runtime.transport.links.works import Waiter, close_at_exit
 from pypipe.runtime.transport.trees import TensorSpec
@@ -303,6 +305,10 @@ class C10dReceiveChannel(ReceiveChannel):
         layouts = self._book.received
         return {**self._counters, "slots": self._route.slots, "slot_bytes": self._slot_bytes, "layouts": layouts}
 
+    def inputs(self) -> Inputs:
+        """What takes the inputs that come through this channel: they may be kept, since release() sees that."""
+        return Inputs(self)
+
     def wait(self, tag: Tag) -> _Slot:
         """Waits for the message of this tag."""
         route = self._route
@@ -353,7 +359,7 @@ class C10dReceiveChannel(ReceiveChannel):
         """Keeps the buffer for a later message."""
         self._counters["alive"] -= 1
         buffer = message.buffer
-        if buffer.numel() < self._slot_bytes:
+        if buffer.numel() < self._slot_bytes or has_shared_storage(buffer):  # what a stage has kept is its own
             buffer = torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._route.buffers)
         self._free.append(buffer)
 

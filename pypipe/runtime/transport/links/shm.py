@@ -13,6 +13,7 @@ from pypipe.errors import LayoutError
 from pypipe.program import Link
 from pypipe.runtime.transport.channel import IncomingLayout, Tag
 from pypipe.runtime.transport.gradients import Gradients, LentGradients
+from pypipe.runtime.transport.inputs import Inputs, WatchedInputs
 from pypipe.runtime.transport.links.core_channels import CoreReceiveChannel, CoreSendChannel
 from pypipe.runtime.transport.links.transport import Ends, Place, Transport
 from pypipe.runtime.transport.trees import TensorSpec
@@ -80,6 +81,9 @@ class ShmReceiveChannel(CoreReceiveChannel):
     def gradients(self, *, splits: bool) -> Gradients:
         return LentGradients(self, tries=splits)
 
+    def inputs(self) -> Inputs:
+        return WatchedInputs(self, tells=True)
+
     def wait(self, tag: Tag) -> _core.Message:
         last, layout = self._last, self._layout
         if last is not None and layout is not None and self._keeps:
@@ -104,6 +108,9 @@ class ShmReceiveChannel(CoreReceiveChannel):
             return *made, self._kept
         tensors = self._copies_on_slot(message, layout)
         return tensors, layout.enter(tensors), self._kept
+
+    def is_ahead(self, message: Any) -> bool:
+        return message.pointer in self._ahead
 
     def _copies_on_slot(self, message: Any, layout: IncomingLayout) -> list[Tensor]:
         kept = self._kept.get(message.pointer)

@@ -150,9 +150,11 @@ class _ReceiveChannel(_NcclReceiveChannel):
         self.compute.reads(message.pointer, message.size, "last use")
         super().release(message)
 
-    def receive(self, microbatch: int, *, training: bool) -> Lease:
+    def receive(self, microbatch: int, *, training: bool, copies: bool = False) -> Lease:
         """A backward reads what a forward saved of its input."""
-        lease = super().receive(microbatch, training=training)
+        lease = super().receive(microbatch, training=training, copies=copies)
+        if copies:  # memory that no link touches
+            return lease
         for leaf in lease.leaves:
             data, size = leaf.data_ptr(), math.prod(leaf.shape) * leaf.element_size()
 

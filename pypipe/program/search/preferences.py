@@ -1,4 +1,4 @@
-"""The search: which policy of the list scheduler makes the best program, and whether moves improve that."""
+"""The search: which preference of the list scheduler makes the best program, and whether moves improve that."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 
-from pypipe.program.search.listing import Policy, Scheduled, schedule
+from pypipe.program.search.listing import Preference, Scheduled, schedule
 from pypipe.program.search.moving import improve, time_lists
 from pypipe.program.search.scaling import likeness
 from pypipe.program.search.setting import Lists, Setting
 
 _MOST_TRIES = 2500  # a small problem is searched out long before its share of actions is used up
-_STARTS = 6  # policies that are refined
+_STARTS = 6  # preferences that are refined
 _PATIENCE = (0.0, 0.25, 0.5, 1.0)
 
 
 def search(setting: Setting, n_actions: int, starts: Iterable[Lists] = ()) -> list[Scheduled]:
     """The best lists that were found, best first; the same for the same arguments.
 
-    First a grid over a few numbers that stand for a policy (how many microbatches may be in flight, and how that falls
-    from the first to the last stage; patience; which goes first), then these numbers one by one, then each stage's own
-    limit, then moves of single actions.
+    First a grid over a few numbers that stand for a preference (how many microbatches may be in flight, and how that
+    falls from the first to the last stage; patience; which goes first), then these numbers one by one, then each
+    stage's own limit, then moves of single actions.
 
     Args:
         setting: the problem.
@@ -45,8 +45,8 @@ class _Search:
         self.setting = setting
         self.size = 3 * sum(len(chain.stages) * len(chain.microbatches) for chain in setting.chains)
         self.left = min(_MOST_TRIES, max(8, n_actions // self.size))
-        self.scores: dict[Policy, float] = {}
-        self.found: dict[Policy, Scheduled] = {}
+        self.scores: dict[Preference, float] = {}
+        self.found: dict[Preference, Scheduled] = {}
         step_time, span = setting.shortest()
         self.shortest = (step_time + span) * (1 + 1e-12)
         # Whether each stage is the first of its chain on its rank, and how many stages of the chain follow it.
@@ -65,35 +65,35 @@ class _Search:
         if self.left < len(grid) and (like := likeness(self.setting)):
             small = _Search(like.setting, self.left * self.size // 2)
             small.run()
-            for policy in sorted(small.scores, key=lambda policy: small.scores[policy])[: max(4, self.left // 2)]:
-                self._try(like.enlarge(policy))
+            for preference in sorted(small.scores, key=small.scores.__getitem__)[: max(4, self.left // 2)]:
+                self._try(like.enlarge(preference))
         else:
-            for policy in grid:
-                self._try(policy)
-        for policy in sorted(self.scores, key=self.scores.__getitem__):
+            for preference in grid:
+                self._try(preference)
+        for preference in sorted(self.scores, key=self.scores.__getitem__):
             if self.is_done:
                 break
-            self._descend(policy)
+            self._descend(preference)
 
-    def _best(self) -> list[Policy]:
-        return sorted(self.found, key=lambda policy: self.found[policy].score)[:_STARTS]
+    def _best(self) -> list[Preference]:
+        return sorted(self.found, key=lambda each: self.found[each].score)[:_STARTS]
 
-    def _try(self, policy: Policy) -> float:
-        """A policy's score."""
-        score = self.scores.get(policy)
+    def _try(self, preference: Preference) -> float:
+        """A preference's score."""
+        score = self.scores.get(preference)
         if score is None:
             if self.is_done:
                 return math.inf
             self.left -= 1
-            scheduled = schedule(self.setting, policy)
-            score = self.scores[policy] = scheduled.score
-            self.found[policy] = scheduled
+            scheduled = schedule(self.setting, preference)
+            score = self.scores[preference] = scheduled.score
+            self.found[preference] = scheduled
             if len(self.found) > 2 * _STARTS:
                 kept = self._best()
-                self.found = {policy: self.found[policy] for policy in kept}
+                self.found = {preference: self.found[preference] for preference in kept}
         return score
 
-    def _grid(self) -> Iterator[Policy]:
+    def _grid(self) -> Iterator[Preference]:
         setting, n_ranks = self.setting, self.setting.n_ranks
         most = max(len(chain.microbatches) for chain in setting.chains)
         for stage, rank in enumerate(setting.placement):
@@ -105,7 +105,7 @@ class _Search:
         later = _ladder(n_ranks // 2, min(most, 2 * n_ranks), 6) if several else [most]
         slopes = (longest,) if several else (1, 2, 3, longest)
         for k, l, slope, patience, forward_first in product(first, later, slopes, (0.0, 0.5), (True, False)):  # noqa: E741
-            yield Policy(self._limits(k, l, slope), patience, forward_first)
+            yield Preference(self._limits(k, l, slope), patience, forward_first)
 
     def _limits(self, first: int, later: int, slope: int) -> tuple[int, ...]:
         """Each stage's limit: one for ranks' first stages, one for the later, and less towards the chain's end."""
@@ -114,7 +114,7 @@ class _Search:
             for is_first, following in zip(self.is_first, self.following, strict=True)
         )
 
-    def _descend(self, policy: Policy) -> None:
+    def _descend(self, preference: Preference) -> None:
         """Change one thing at a time, as long as that helps: all stages' limits at first, then each stage's."""
         n_stages = self.setting.n_stages
         groups: list[Sequence[int]] = [
@@ -122,23 +122,23 @@ class _Search:
             [stage for stage in range(n_stages) if not self.is_first[stage]],
             *([stage] for stage in range(n_stages)),
         ]
-        score, improved = self._try(policy), True
+        score, improved = self._try(preference), True
         while improved and not self.is_done:
             improved = False
-            for changed in self._neighbours(policy, groups):
+            for changed in self._neighbours(preference, groups):
                 found = self._try(changed)
                 if found < score:
-                    policy, score, improved = changed, found, True
+                    preference, score, improved = changed, found, True
                     break
 
-    def _neighbours(self, policy: Policy, groups: Iterable[Sequence[int]]) -> Iterator[Policy]:
+    def _neighbours(self, preference: Preference, groups: Iterable[Sequence[int]]) -> Iterator[Preference]:
         for patience in _PATIENCE:
-            yield Policy(policy.limits, patience, policy.forward_first)
+            yield Preference(preference.limits, patience, preference.forward_first)
         for group, by in product(groups, (1, -1, 2, -2)):
-            limits = list(policy.limits)
+            limits = list(preference.limits)
             for stage in group:
                 limits[stage] = max(1, limits[stage] + by)
-            yield Policy(tuple(limits), policy.patience, policy.forward_first)
+            yield Preference(tuple(limits), preference.patience, preference.forward_first)
 
 
 def _ladder(lowest: int, highest: int, steps: int) -> list[int]:

@@ -10,8 +10,8 @@ from typing import NamedTuple, overload
 from pypipe.program.actions import Action
 from pypipe.program.memory import peak_memory
 from pypipe.program.programs import Program
+from pypipe.program.simulation.clocks import run, timed_lists
 from pypipe.program.simulation.costs import Cost, costs_of
-from pypipe.program.simulation.timing import run, timed_lists
 from pypipe.program.verification.positions import find_positions
 
 
