@@ -25,3 +25,11 @@ def test_a_snippet_runs_under_torchrun(page: str, ranks: int, text: str, tmp_pat
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run([*launcher, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_links_from_the_root_lead_to_files(name: str) -> None:
+    """Sphinx looks at those between the pages."""
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", (ROOT / name).read_text()) if "://" not in link]
+    assert links
+    assert [link for link in links if not (ROOT / link).is_file()] == []

@@ -134,8 +134,8 @@ _Row = tuple[int, int, float, float, int]
 def _rows(program: Program, costs: Costs) -> dict[Kind, list[_Row]]:
     """What each kind of action needs and makes, for each stage.
 
-    Numbers of microbatch 0's result that it needs and that it makes (-1 for none), and the latency, occupancy and number
-    of the link (-1 for none) of the result that it makes.
+    Numbers of microbatch 0's result that it needs and that it makes (-1 for none), and the latency, occupancy and
+    number of the link (-1 for none) of the result that it makes.
     """
     n_stages, n_ranks, placement = program.n_stages, program.n_ranks, program.placement
     bases = range(0, n_stages * program.n_microbatches, program.n_microbatches)
