@@ -21,7 +21,8 @@ settings.register_profile("pypipe", deadline=None)
 settings.load_profile("pypipe")
 
 # Files that take long come first, so that no worker is left with one at the end. Minutes or so, longest first.
-_LONG = ["nccl", "native", "campaign", "transparency", "demo", "signals", "autograd", "pipelines", "c10d", "readme"]
+_LONG = ["nccl", "native", "campaign", "transparency", "demo", "signals", "autograd", "pipelines", "c10d"]
+_LONG += ["when_it_fails", "readme"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""The README's snippets run as they stand."""
+"""The snippets of the README and of the page on schedules run as they stand."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
-import when_it_fails
 from search_path import ROOT
 
 README = ROOT / "README.md"
+SCHEDULES = ROOT / "docs" / "schedules.md"
 
 
-def _snippets(kind: str) -> list[str]:
+def _snippets(page: Path, kind: str) -> list[str]:
     pattern = rf"<!-- test: {kind} -->\n```python\n(.*?)```"
-    found = re.findall(pattern, README.read_text(), re.DOTALL)
-    assert found, f"the README has no snippet marked {kind}"
+    found = re.findall(pattern, page.read_text(), re.DOTALL)
+    assert found, f"{page.name} has no snippet marked {kind}"
     return found
 
 
@@ -29,7 +29,7 @@ def _run(command: list[str], folder: Path) -> str:
 
 @pytest.mark.timeout(120)
 def test_the_trainer_of_the_readme_trains_under_torchrun(tmp_path: Path) -> None:
-    (snippet,) = _snippets("torchrun")
+    (snippet,) = _snippets(README, "torchrun")
     (tmp_path / "train.py").write_text(snippet)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-port", "0"]
     output = _run([*launcher, "--standalone", "train.py"], tmp_path)
@@ -38,19 +38,10 @@ def test_the_trainer_of_the_readme_trains_under_torchrun(tmp_path: Path) -> None
     assert losses[-1] < losses[0] / 5, losses
 
 
-def test_the_programs_of_the_readme_print_what_it_says(tmp_path: Path) -> None:
-    (snippet,) = _snippets("python")
+def test_the_programs_of_the_page_on_schedules_print_what_it_says(tmp_path: Path) -> None:
+    (snippet,) = _snippets(SCHEDULES, "python")
     (tmp_path / "program.py").write_text(snippet)
     output = _run([sys.executable, "program.py"], tmp_path)
-    shown = re.search(r"```text\n(.*?)```", README.read_text(), re.DOTALL)
+    shown = re.search(r"```text\n(.*?)```", SCHEDULES.read_text(), re.DOTALL)
     assert shown is not None
     assert output == shown[1]
-
-
-@pytest.mark.timeout(300)
-def test_what_the_readme_says_of_failures_is_what_is_printed() -> None:
-    written = when_it_fails.blocks(README.read_text())
-    printed = when_it_fails.outputs()
-    assert written.keys() == printed.keys()
-    for name, text in printed.items():
-        assert when_it_fails.masked(written[name]) == when_it_fails.masked(text), f"{name}:\n{text}"

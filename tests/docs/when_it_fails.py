@@ -1,7 +1,7 @@
-"""What a user sees when something breaks: `python tests/docs/when_it_fails.py` writes it into the README.
+"""What a user sees when something breaks: `python tests/docs/when_it_fails.py` writes it into the pages.
 
 Two ranks train, and rank 1 raises, gets stuck or is killed in its second forward; what rank 0 then says goes into the
-block of the README that is marked so. test_readme.py looks whether the README is up to date.
+block of each page that is marked so. test_when_it_fails.py looks whether the pages are up to date.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+_ROOT = Path(__file__).resolve().parents[2]
+PAGES = (_ROOT / "README.md", _ROOT / "docs" / "errors.md")
 _TRAINING = """\
 import json, os, signal, sys, threading, torch, pypipe
 
@@ -98,7 +99,7 @@ def _neat(text: str, folder: Path) -> str:
 
 
 def outputs() -> dict[str, str]:
-    """For each marked block of the README, what the program prints."""
+    """For each kind of marked block, what the program prints."""
     found = {}
     for name, fault in (("raises", "raise"), ("sticks", "stick"), ("dies", "kill")):
         with tempfile.TemporaryDirectory(prefix="pypipe-fails-") as made:
@@ -112,7 +113,7 @@ def outputs() -> dict[str, str]:
 
 
 def blocks(text: str) -> dict[str, str]:
-    """The marked blocks of the README."""
+    """The marked blocks of a page."""
     return dict(re.findall(r"<!-- when it fails: (\w+) -->\n```text\n(.*?)\n```", text, flags=re.DOTALL))
 
 
@@ -122,12 +123,14 @@ def masked(text: str) -> list[str]:
 
 
 def main() -> None:
-    text = README.read_text()
-    for name, printed in outputs().items():
-        mark = f"<!-- when it fails: {name} -->\n```text\n"
-        start = text.index(mark) + len(mark)
-        text = text[:start] + printed + text[text.index("\n```", start) :]
-    README.write_text(text)
+    printed = outputs()
+    for page in PAGES:
+        text = page.read_text()
+        for name in blocks(text):
+            mark = f"<!-- when it fails: {name} -->\n```text\n"
+            start = text.index(mark) + len(mark)
+            text = text[:start] + printed[name] + text[text.index("\n```", start) :]
+        page.write_text(text)
 
 
 if __name__ == "__main__":

@@ -255,8 +255,14 @@ def test_with_one_microbatch_nothing_is_cut_so_offsets_go_in_whole() -> None:
 
 
 def test_values_are_read_once_for_each_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    specs, read = ChunkSpecs(), []
-    monkeypatch.setattr(offsets, "holds_offsets", lambda tensor: bool(read.append(tensor)))
+    specs = ChunkSpecs()
+    read: list[Tensor] = []
+
+    def note(tensor: Tensor) -> bool:
+        read.append(tensor)
+        return False
+
+    monkeypatch.setattr(offsets, "holds_offsets", note)
     for _ in range(3):
         cut((numbered(B, 2),), {"row_offsets": packed(B)}, None, specs)
     assert len(read) == 1

@@ -253,12 +253,13 @@ def test_a_dataclass_is_copied_as_it_is_and_what_it_has_computed_is_forgotten() 
 
 
 def test_dicts_and_lists_of_their_own_kind_keep_it() -> None:
+    piece: Any
     _, piece = split({"d": Attributes(x=rows(), n=1)})
     assert type(piece["d"]) is Attributes
-    assert (piece["d"].x.tolist(), piece["d"]["x"].tolist(), piece["d"].n) == ([3, 4], [3, 4], 1)
+    assert (piece["d"].x.tolist(), piece["d"]["x"].tolist(), piece["d"].n) == ([3, 4], [3, 4], 1)  # type: ignore[attr-defined]
     _, piece = split({"d": Ordered(x=rows())})
     assert (type(piece["d"]), piece["d"]["x"].tolist()) == (Ordered, [3, 4])
-    default = collections.defaultdict(list, {"x": rows()})
+    default: collections.defaultdict[str, Any] = collections.defaultdict(list, {"x": rows()})
     _, piece = split({"d": default})
     assert (type(piece["d"]), piece["d"]["x"].tolist(), piece["d"]["y"]) == (collections.defaultdict, [3, 4], [])
     marked = Marked([rows()])
@@ -358,7 +359,7 @@ def test_objects_that_hold_each_other_and_large_ones_are_looked_through_in_no_ti
 def test_specs_are_given_by_field() -> None:
     whole = {"pair": Pair(rows(), 1), "plain": Plain(rows(3).mT), "list": [rows(), rows()]}
     for spec in (
-        {"plain": {"x": TensorChunkSpec(-1)}, "pair": Pair(TensorChunkSpec(0), None)},
+        {"plain": {"x": TensorChunkSpec(-1)}, "pair": Pair(TensorChunkSpec(0), None)},  # type: ignore[arg-type]
         {"plain": Plain(TensorChunkSpec(1), None), "pair": {"x": 0}, "list": [None, 0]},  # type: ignore[arg-type]
     ):
         _, piece = split(whole, spec)

@@ -107,6 +107,7 @@ def test_arguments_are_cut_as_torch_pipelining_cuts_them(case: int, count: int) 
 
 def test_torchs_replicate_is_taken_as_an_object_and_as_a_class() -> None:
     args, table = (numbered(4), numbered(9, 2)), numbered(9, 2)
+    spec: Any
     for spec in (peer._Replicate(), peer._Replicate):
         expected, _ = peer.split_args_kwargs_into_chunks(args, {}, 2, (peer.TensorChunkSpec(0), spec))
         same(split(args, (TensorChunkSpec(0), spec), 2, "args"), expected)
@@ -187,6 +188,7 @@ def test_gradients_of_the_pieces_reach_the_whole() -> None:
     x = numbered(5, 2).requires_grad_()
     chunks = split((x,), None, 3, "args")
     sum((chunk.sum() * (i + 1) for i, (chunk,) in enumerate(chunks)), torch.zeros(())).backward()
+    assert x.grad is not None
     assert x.grad[:, 0].tolist() == [1, 1, 2, 2, 3]
 
 
@@ -196,6 +198,7 @@ def test_a_piece_that_is_changed_in_place_leaves_the_other_pieces_backward_alone
     kept = (weight * chunks[0][0]).sum()
     chunks[1][0].mul_(2)
     kept.backward()
+    assert weight.grad is not None
     assert weight.grad.tolist() == [0, 1]
 
 

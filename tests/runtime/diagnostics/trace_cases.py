@@ -8,15 +8,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from models import make
 from torch import nn
 
 import pypipe
-import pypipe.runtime.diagnostics.device_clock
-import pypipe.runtime.diagnostics.trace
 from pypipe.program import Action, Program, Timeline
+from pypipe.runtime.step import pipeline
 
 CPU = torch.device("cpu")
 TIMEOUT = 30.0
@@ -92,12 +92,15 @@ class StrictClock:
 def timed_by_a_device(rank: int, size: int, group: Any) -> list[list[tuple[str, float, float]]]:
     """Traces a step as on a device with a clock of its own, after which a step without it runs as ever."""
     pipe = Pipe(rank, size, group, "Schedule1F1B", 4)
-    pypipe.runtime.diagnostics.trace.clock_for = lambda device: StrictClock()
-    try:
-        with pipe.schedule, pipe.schedule.trace() as trace:
-            pipe.step()
-    finally:
-        pypipe.runtime.diagnostics.trace.clock_for = pypipe.runtime.diagnostics.device_clock.clock_for
+    clocks: list[StrictClock] = []
+
+    def strict_clock(_: torch.device) -> StrictClock:
+        clocks.append(StrictClock())
+        return clocks[-1]
+
+    with patch.object(pipeline, "clock_for", strict_clock), pipe.schedule, pipe.schedule.trace() as trace:
+        pipe.step()
+    assert clocks
     return plain(trace.timeline)
 
 

@@ -35,7 +35,7 @@ def _modules(kind: str, count: int, group: Any) -> list[nn.Module]:
         return [Apart([f"p{i}" for i in range(1000)]) for _ in range(count)]
     if kind == "wrapped":  # in two ways, and one that torch.distributed.checkpoint sees through
         plain = [nn.Sequential(nn.Linear(4, 4)) for _ in range(count)]
-        compiled = torch.compile(plain[0], backend="eager")
+        compiled: Any = torch.compile(plain[0], backend="eager")
         return [compiled, DistributedDataParallel(plain[1], process_group=group)]
     if kind == "renamed":
         made: list[nn.Module] = []

@@ -137,7 +137,7 @@ def with_a_head(rank: int, size: int, group: Any, name: str, hands_over: bool) -
     count = transparency.count_stages(name, size)
     last = _Headed()
     modules: list[nn.Module] = [*(nn.Linear(4, 4).double() for _ in range(count - 1)), last]
-    reference = twins(modules)
+    reference: Any = twins(modules)
 
     def loss(hidden: Tensor, target: Tensor) -> Tensor:
         cut = hidden.detach().requires_grad_()
@@ -149,6 +149,7 @@ def with_a_head(rank: int, size: int, group: Any, name: str, hands_over: bool) -
         if not hands_over:
             hidden.backward(cut.grad)
             return total
+        assert cut.grad is not None
         through = (hidden * cut.grad).sum()
         return total + through - through.detach()
 

@@ -64,7 +64,7 @@ def _build(name: str, size: int) -> list[nn.Module]:
     for module in modules:
         module.double()
     if name == "tied":
-        modules[-1].weight = modules[0].weight  # type: ignore[assignment]
+        modules[-1].weight = modules[0].weight
     return modules
 
 
