@@ -43,7 +43,7 @@ def main(path: str, messages: int, cuda_library: str, nccl_library: str) -> None
     assert spec is not None
     core: Any = importlib.util.module_from_spec(spec)
     loader.exec_module(core)
-    patience = core.Patience(600.0)
+    patience, kind = core.Patience(600.0), core.ActionKind.F.value
     hubs = core.Hub(0), core.Hub(1)
     for hub, end, peer in zip(hubs, socket.socketpair(), (1, 0), strict=True):
         end.setblocking(False)
@@ -72,7 +72,7 @@ def main(path: str, messages: int, cuda_library: str, nccl_library: str) -> None
     for _ in range(messages // SLOTS):
         begun = _used()
         for microbatch in range(SLOTS):
-            sender.send(layout, 0, ord("F"), microbatch, 1, SLOTS, [tensor], stream, patience)
+            sender.send(layout, 0, kind, microbatch, False, 1, SLOTS, [tensor], stream, patience)
             sender.sent()
         _add(spent["send"], begun)
         time.sleep(pause)  # until all has been announced: what is counted below is no waiting
@@ -82,7 +82,7 @@ def main(path: str, messages: int, cuda_library: str, nccl_library: str) -> None
         time.sleep(pause)  # until all has arrived
         begun = _used()
         for microbatch in range(SLOTS):
-            receiver.release(receiver.receive(0, ord("F"), microbatch, stream, patience), stream)
+            receiver.release(receiver.receive(0, kind, microbatch, False, stream, patience), stream)
         _add(spent["receive"], begun)
     for hub in hubs:
         hub.close()

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/action.hpp"
 #include "base/error.hpp"
 #include "link/slots.hpp"
 
@@ -15,14 +16,14 @@ struct LayoutHeader {
   std::uint32_t reserved;
 };
 
-// Messages of an eval() have a small letter for their kind.
-constexpr std::uint32_t small_letter = 0x20;
-
 // In the notation of programs: 2SEND_F0.
-std::string action(std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch) {
-  const bool evaluates = (kind & small_letter) != 0;
-  return std::to_string(stage) + "SEND_" + static_cast<char>(kind & ~small_letter) + std::to_string(microbatch) +
+std::string text_of(std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch, bool evaluates) {
+  return std::to_string(stage) + "SEND_" + kind_name(kind) + std::to_string(microbatch) +
          (evaluates ? " of an eval()" : "");
+}
+
+std::string text_of(const MessageTag& tag) {
+  return text_of(tag.stage, static_cast<std::uint32_t>(tag.kind), tag.microbatch, tag.evaluates);
 }
 
 }  // namespace
@@ -109,14 +110,18 @@ std::uint64_t SendChannel::send(Envelope envelope, std::span<const Part> parts, 
   return number;
 }
 
-void check_tag(const Envelope& got, std::uint32_t channel, std::uint32_t stage, std::uint32_t kind,
-               std::uint32_t microbatch, int peer) {
-  if (got.channel == channel && got.stage == stage && got.kind == kind && got.microbatch == microbatch) return;
-  const bool mixed = ((got.kind ^ kind) & small_letter) != 0;
-  throw Error(Fault::mismatch, "rank " + std::to_string(peer) + " sent " + action(got.stage, got.kind, got.microbatch) +
-                                   " where " + action(stage, kind, microbatch) + " was expected: " +
-                                   (mixed ? "one rank called step(), the other eval(); call the same one on every rank"
-                                          : "the two ranks run different programs"));
+void check_tag(const Envelope& got, std::uint32_t channel, const MessageTag& expected, int peer) {
+  const bool evaluates = got.evaluates != 0;
+  if (got.channel == channel && got.stage == expected.stage && got.kind == static_cast<std::uint32_t>(expected.kind) &&
+      got.microbatch == expected.microbatch && evaluates == expected.evaluates) {
+    return;
+  }
+  throw Error(
+      Fault::mismatch,
+      "rank " + std::to_string(peer) + " sent " + text_of(got.stage, got.kind, got.microbatch, evaluates) + " where " +
+          text_of(expected) + " was expected: " +
+          (evaluates != expected.evaluates ? "one rank called step(), the other eval(); call the same one on every rank"
+                                           : "the two ranks run different programs"));
 }
 
 ReceiveChannel::ReceiveChannel(Hub& hub, ReceiveLink& link, int peer, std::uint32_t channel, std::uint32_t slots)
@@ -124,13 +129,12 @@ ReceiveChannel::ReceiveChannel(Hub& hub, ReceiveLink& link, int peer, std::uint3
   counters_.slots = slots;
 }
 
-Arrival ReceiveChannel::receive(std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch, Stream stream,
-                                const Patience& patience) {
-  Arrival arrival = link_.receive(stream, patience, habits_.of(microbatch));
-  check_tag(arrival.envelope, channel_, stage, kind, microbatch, peer_);
+Arrival ReceiveChannel::receive(const MessageTag& expected, Stream stream, const Patience& patience) {
+  Arrival arrival = link_.receive(stream, patience, habits_.of(expected.microbatch));
+  check_tag(arrival.envelope, channel_, expected, peer_);
   const LayoutBook::Layout& layout = layouts_.find(arrival.envelope.layout, patience);
   if (layout.bytes != arrival.envelope.bytes) {
-    throw Error(Fault::mismatch, action(stage, kind, microbatch) + " of rank " + std::to_string(peer_) + " has " +
+    throw Error(Fault::mismatch, text_of(expected) + " of rank " + std::to_string(peer_) + " has " +
                                      std::to_string(arrival.envelope.bytes) + " bytes, its layout " +
                                      std::to_string(layout.bytes));
   }

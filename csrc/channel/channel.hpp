@@ -101,10 +101,8 @@ class ReceiveChannel {
   ReceiveChannel(Hub& hub, ReceiveLink& link, int peer, std::uint32_t channel, std::uint32_t slots);
 
   void post(Stream stream, const Patience& patience) { link_.post(channel_, stream, patience); }
-  // The next message, which must be the one of this stage, kind and microbatch. Throws Error{mismatch}
-  // otherwise.
-  [[nodiscard]] Arrival receive(std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch, Stream stream,
-                                const Patience& patience);
+  // The next message, which must be the one of this tag. Throws Error{mismatch} otherwise.
+  [[nodiscard]] Arrival receive(const MessageTag& expected, Stream stream, const Patience& patience);
   [[nodiscard]] const LayoutBook::Layout& layout(std::uint32_t id, const Patience& patience) {
     return layouts_.find(id, patience);
   }
@@ -122,7 +120,6 @@ class ReceiveChannel {
 };
 
 // Throws Error{mismatch} that names both sides unless the envelope is the one expected.
-void check_tag(const Envelope& got, std::uint32_t channel, std::uint32_t stage, std::uint32_t kind,
-               std::uint32_t microbatch, int peer);
+void check_tag(const Envelope& got, std::uint32_t channel, const MessageTag& expected, int peer);
 
 }  // namespace pypipe

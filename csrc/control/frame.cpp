@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "base/error.hpp"
-#include "control/recorder.hpp"
+#include "control/rank_status.hpp"
 
 namespace pypipe {
 namespace {
@@ -35,7 +35,7 @@ std::optional<std::size_t> limit(FrameType type) noexcept {
     case FrameType::abort:
       return abort_limit;
     case FrameType::answer:
-      return sizeof(Activity);
+      return sizeof(RankStatus);
     case FrameType::leave:
     case FrameType::record:
     case FrameType::ask:

@@ -19,11 +19,11 @@ enum class FrameType : std::uint16_t {
   layout = 1,    // channel, value = layout id; payload: see channel/channel.hpp
   memory = 2,    // channel, value = generation; carries a descriptor; payload: see link/shm/shm_link.cpp
   envelope = 3,  // channel; payload: an Envelope, for links that do not carry it themselves
-  abort = 4,     // value = the step from which on ranks stop, payload: the first cause, as JSON; see hub.hpp
+  abort = 4,     // value = the step from which on ranks stop, payload: the first cause; see cause.hpp
   leave = 5,     // the peer will send no more messages, and closes its end in good order
   record = 6,    // carries the descriptor of the sender's record; see control/recorder.hpp
-  ask = 7,       // channel = the rank that asks what everybody does, value = its question's number
-  answer = 8,    // the same; payload: an Activity
+  ask = 7,       // channel = the rank that asks what all ranks do, value = its question's number
+  answer = 8,    // the same; payload: a RankStatus
 };
 
 struct Frame {

@@ -194,10 +194,10 @@ Frame Hub::take(int peer, FrameType type, std::uint32_t channel, const Patience&
   return *std::move(frame);
 }
 
-std::optional<std::string> Hub::cause() const {
-  if (!failed_.load(std::memory_order_acquire)) return std::nullopt;
+std::optional<Cause> Hub::cause() const {
+  if (!has_failed()) return std::nullopt;
   const std::scoped_lock lock(mutex_);
-  return cause_;
+  return Cause::decode(cause_);
 }
 
 void Hub::check(int peer) const {
@@ -223,9 +223,7 @@ void Hub::ring_all() noexcept {
   for (Doorbell* bell : bells_) ring(*bell);
 }
 
-void Hub::abort(std::string_view cause, std::uint64_t step) noexcept {
-  fail(cause.substr(0, abort_limit), step, rank_);
-}
+void Hub::abort(const Cause& cause, std::uint64_t step) noexcept { fail(cause.encode(), step, rank_); }
 
 void Hub::fail(std::string_view cause, std::uint64_t step, int except) noexcept {
   {
@@ -312,7 +310,7 @@ void Hub::run() noexcept {
       // The cause first: who finds the peer gone shall find out why.
       if (peer->state == State::present) {
         const auto [cause, step] = lost_cause(rank, how);
-        fail(cause, step, rank);
+        fail(cause.encode(), step, rank);
       }
       peer->state = State::lost;
       // A peer that sent garbage still lives, and waits for an answer that won't come: it has to see the end.
@@ -359,6 +357,7 @@ void Hub::read(int rank, Peer& peer) {
 void Hub::dispatch(int rank, Peer& peer, Frame frame) {
   switch (frame.type) {
     case FrameType::abort:
+      (void)Cause::decode(frame.payload);  // throws at bytes that would mean nothing to the others
       fail(frame.payload, frame.value, rank);
       return;
     case FrameType::leave:
@@ -411,10 +410,10 @@ void Hub::leave() noexcept {
 
 void Hub::close() noexcept {
   if (closing_.exchange(true)) return;
-  const std::optional<std::string> failure = cause();  // with its step, which is written before the hub is seen to fail
+  const bool failed = has_failed();  // then the cause and its step are written, and stay
   for (auto& [rank, peer] : peers_) {
     // The hub thread may not have come to passing the cause on; nobody shall hear a goodbye in its place.
-    if (failure) tell(*peer, FrameType::abort, cause_step_, *failure);
+    if (failed) tell(*peer, FrameType::abort, cause_step_, cause_);
     tell(*peer, FrameType::leave, 0, {});
   }
   const std::uint64_t one = 1;

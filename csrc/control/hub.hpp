@@ -41,6 +41,7 @@
 
 #include "base/fd.hpp"
 #include "base/wait.hpp"
+#include "control/cause.hpp"
 #include "control/frame.hpp"
 #include "control/recorder.hpp"
 
@@ -71,13 +72,16 @@ class Hub {
   [[nodiscard]] std::optional<Frame> try_take(int peer, FrameType type, std::uint32_t channel);
 
   // Makes the pipeline fail everywhere: sets the first cause here and tells every neighbour, which tells its
-  // own. `cause` is JSON. A later cause is ignored. Never throws and never blocks for more than a moment.
+  // own. A later cause is ignored. Never throws and never blocks for more than a moment.
   // `step`: the one that failed, counted as recorders count. A rank that runs stops before its next action; one that is
   // in an earlier step still, of which all may be well, goes on until it would have to wait. 0: known of no step.
-  void abort(std::string_view cause, std::uint64_t step = 0) noexcept;
+  void abort(const Cause& cause, std::uint64_t step = 0) noexcept;
 
   // The first cause, once there is one.
-  [[nodiscard]] std::optional<std::string> cause() const;
+  [[nodiscard]] std::optional<Cause> cause() const;
+
+  // Whether there is one.
+  [[nodiscard]] bool has_failed() const noexcept { return failed_.load(std::memory_order_acquire); }
 
   // Throws Error{aborted} when the pipeline has failed, Error{peer_gone} when `peer` has left.
   void check(int peer) const;
@@ -88,14 +92,10 @@ class Hub {
 
   // Asks all ranks what they do; waits until `ranks` of them have answered (this one counts), at most `patience`.
   // A neighbour that does not answer may be known from its record: then its `silent` is set. Unordered.
-  struct Answer {
-    Activity status;
-    bool silent = false;
-  };
-  [[nodiscard]] std::vector<Answer> ask(std::size_t ranks, const Patience& patience);
+  [[nodiscard]] std::vector<RankReport> ask(std::size_t ranks, const Patience& patience);
 
   // Whether a rank that answers within a moment says that it is busy, or was so less than `lately` ago.
-  [[nodiscard]] bool somebody_is_busy(std::size_t ranks, std::chrono::nanoseconds lately);
+  [[nodiscard]] bool any_rank_is_busy(std::size_t ranks, std::chrono::nanoseconds lately);
 
   // The peers that have said goodbye or are gone.
   [[nodiscard]] std::vector<int> departed() const;
@@ -145,7 +145,7 @@ class Hub {
   void offer(Peer& peer, FrameType type, std::uint32_t channel, std::uint64_t value, std::string_view payload);
   void hear_question(int from, const Frame& frame);
   void hear_answer(const Frame& frame);
-  [[nodiscard]] std::pair<std::string, std::uint64_t> lost_cause(int lost, std::string_view how);
+  [[nodiscard]] std::pair<Cause, std::uint64_t> lost_cause(int lost, std::string_view how);
   void ring_all() noexcept;
 
   Doorbell arrivals_;
@@ -156,7 +156,7 @@ class Hub {
   std::atomic<bool> closing_{false};
   std::atomic<bool> failed_{false};
   mutable std::mutex mutex_;
-  std::string cause_;
+  std::string cause_;  // encoded
   std::uint64_t cause_step_ = 0;
   std::map<InboxKey, std::deque<Frame>> inboxes_;
   std::vector<Doorbell*> bells_;
@@ -168,7 +168,7 @@ class Hub {
   std::map<std::uint32_t, Question> questions_;  // by the rank that asks, its latest; used by the hub thread alone
   std::mutex asking_;                            // one question of this rank at a time
   std::uint64_t question_ = 0;                   // this rank's latest; guarded by `mutex_`, as are its answers
-  std::map<std::uint32_t, Activity> answers_;
+  std::map<std::uint32_t, RankStatus> answers_;
 };
 
 }  // namespace pypipe

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,12 +12,13 @@
 #include <utility>
 
 #include "base/error.hpp"
-#include "base/json.hpp"
+#include "base/text.hpp"
+#include "control/frame.hpp"
 
 namespace pypipe {
 namespace {
 
-constexpr std::uint64_t record_magic = 0x3130636552795079;  // "yPyRec01"
+constexpr std::uint64_t record_magic = 0x3230636552795079;  // "yPyRec02"
 constexpr std::size_t header_bytes = 256;
 
 std::uint64_t nanoseconds(clockid_t clock) noexcept {
@@ -27,25 +29,62 @@ std::uint64_t nanoseconds(clockid_t clock) noexcept {
 
 std::uint64_t now() noexcept { return nanoseconds(CLOCK_MONOTONIC); }
 
-std::string seconds(std::uint64_t nanoseconds) { return std::to_string(static_cast<double>(nanoseconds) * 1e-9); }
-
-std::string to_json(const Deed& deed, std::uint64_t ago) {
-  return R"({"stage":)" + std::to_string(deed.stage) + R"(,"kind":)" + std::to_string(deed.kind) + R"(,"microbatch":)" +
-         std::to_string(deed.microbatch) + R"(,"step":)" + std::to_string(deed.step) + R"(,"ready":)" +
-         (deed.ready != 0 ? "true" : "false") + R"(,"ago":)" + seconds(ago) + "}";
-}
+std::uint64_t age(std::uint64_t time, std::uint64_t at) noexcept { return at > time ? at - time : 1; }
 
 // Ages in place of times, so that they mean something to another host.
-Deed aged(Deed deed, std::uint64_t at) noexcept {
-  for (std::uint64_t* time : {&deed.start, &deed.ready, &deed.end}) {
-    if (*time != 0) *time = at > *time ? at - *time : 1;
+ActionEntry aged(ActionEntry entry, std::uint64_t at) noexcept {
+  for (std::uint64_t* time : {&entry.start, &entry.ready, &entry.end}) {
+    if (*time != 0) *time = age(*time, at);
   }
-  return deed;
+  return entry;
+}
+
+// The file's header and its entries as plain words, as pread() copies them.
+struct HeaderCopy {
+  std::uint64_t magic;
+  std::uint32_t rank;
+  std::uint32_t capacity;
+  std::uint64_t clock;
+  std::uint64_t cause_at;
+  std::uint64_t cause_bytes;
+  std::uint64_t cursor;
+  std::uint64_t step;
+  std::uint64_t step_at;
+  std::uint64_t busy_since;
+  std::uint64_t busy_until;
+  std::array<char, sizeof(RankStatus::work)> work;
+};
+
+struct EntryCopy {
+  std::uint64_t what;
+  std::uint64_t step;
+  std::uint64_t start;
+  std::uint64_t ready;
+  std::uint64_t end;
+
+  [[nodiscard]] ActionEntry read() const noexcept {
+    return {static_cast<std::uint32_t>(what >> 40),
+            static_cast<std::uint32_t>(what >> 32) & 0xff,
+            static_cast<std::uint32_t>(what),
+            static_cast<std::uint32_t>(step),
+            start,
+            ready,
+            end};
+  }
+};
+
+bool load(int descriptor, void* into, std::size_t bytes, std::size_t offset) noexcept {
+  return ::pread(descriptor, into, bytes, static_cast<off_t>(offset)) == static_cast<ssize_t>(bytes);
+}
+
+bool load_header(int descriptor, HeaderCopy& header) noexcept {
+  return load(descriptor, &header, sizeof(header), 0) && header.magic == record_magic && header.capacity >= 4 &&
+         header.capacity <= (1U << 24) && header.cause_at == header_bytes + header.capacity * sizeof(EntryCopy);
 }
 
 }  // namespace
 
-// Python reads this too (runtime/record.py): change both.
+// HeaderCopy and EntryCopy are the same to those that read the file: change both.
 struct Recorder::Header {
   std::uint64_t magic;
   std::uint32_t rank;
@@ -68,23 +107,18 @@ struct Recorder::Entry {
   std::atomic<std::uint64_t> ready;
   std::atomic<std::uint64_t> end;
 
-  [[nodiscard]] Deed read() const noexcept {
-    const std::uint64_t code = what.load(std::memory_order_acquire);
-    Deed deed;
-    deed.stage = static_cast<std::uint32_t>(code >> 40);
-    deed.kind = static_cast<std::uint32_t>(code >> 32) & 0xff;
-    deed.microbatch = static_cast<std::uint32_t>(code);
-    deed.step = static_cast<std::uint32_t>(step.load(std::memory_order_acquire));
-    deed.start = start.load(std::memory_order_acquire);
-    deed.ready = ready.load(std::memory_order_acquire);
-    deed.end = end.load(std::memory_order_acquire);
-    return deed;
+  [[nodiscard]] ActionEntry read() const noexcept {
+    return EntryCopy{what.load(std::memory_order_acquire), step.load(std::memory_order_acquire),
+                     start.load(std::memory_order_acquire), ready.load(std::memory_order_acquire),
+                     end.load(std::memory_order_acquire)}
+        .read();
   }
 };
 
 Recorder::Recorder(int rank, std::uint32_t capacity, const std::string& path)
     : path_(path), process_(::getpid()), bytes_(header_bytes + sizeof(Entry) * std::max(capacity, 4U)) {
-  static_assert(sizeof(Header) <= header_bytes && std::atomic<std::uint64_t>::is_always_lock_free);
+  static_assert(sizeof(Header) == sizeof(HeaderCopy) && sizeof(Header) <= header_bytes &&
+                sizeof(Entry) == sizeof(EntryCopy) && std::atomic<std::uint64_t>::is_always_lock_free);
   capacity = std::max(capacity, 4U);
   descriptor_ = Fd(path.empty() ? ::memfd_create("pypipe", MFD_CLOEXEC)
                                 : ::open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600));
@@ -163,7 +197,7 @@ void Recorder::start_trace(std::size_t capacity) {
   trace_capacity_ = capacity;
 }
 
-std::vector<Deed> Recorder::stop_trace() {
+std::vector<ActionEntry> Recorder::stop_trace() {
   trace_capacity_ = 0;
   return std::exchange(trace_, {});
 }
@@ -176,11 +210,9 @@ void Recorder::set_busy(std::string_view work) noexcept {
     }
     return;
   }
-  std::array<char, sizeof(Activity::work)> text{};
-  std::size_t length = std::min(work.size(), text.size() - 1);
-  // Not in the middle of a character (UTF-8).
-  while (length < work.size() && length > 0 && (static_cast<unsigned char>(work[length]) & 0xC0U) == 0x80U) --length;
-  std::memcpy(text.data(), work.data(), length);
+  std::array<char, sizeof(RankStatus::work)> text{};
+  const std::string_view clipped = clip(work, text.size() - 1);
+  std::memcpy(text.data(), clipped.data(), clipped.size());
   for (std::size_t i = 0; i < header_->work.size(); ++i) {
     std::uint64_t word = 0;
     std::memcpy(&word, text.data() + i * sizeof(word), sizeof(word));
@@ -194,14 +226,15 @@ void Recorder::set_cause(std::string_view cause, std::uint64_t step) noexcept {
   if (!failed_step_.compare_exchange_strong(expected, std::min(step, never - 1), std::memory_order_acq_rel)) return;
   const ssize_t written =
       ::pwrite(descriptor_.get(), cause.data(), cause.size(), static_cast<off_t>(header_->cause_at));
-  if (written > 0) header_->cause_bytes.store(static_cast<std::uint64_t>(written), std::memory_order_release);
+  // Half a cause cannot be decoded: where the disk is full, the record has none.
+  if (std::cmp_equal(written, cause.size())) header_->cause_bytes.store(cause.size(), std::memory_order_release);
 }
 
-std::vector<Deed> Recorder::deeds() const {
+std::vector<ActionEntry> Recorder::actions() const {
   const std::uint64_t capacity = header_->capacity;
   const std::uint64_t seen = header_->cursor.load(std::memory_order_acquire);
   const std::uint64_t first = seen > capacity ? seen - capacity : 0;
-  std::vector<Deed> all;
+  std::vector<ActionEntry> all;
   for (std::uint64_t n = first; n < seen; ++n) all.push_back(entries_[n % capacity].read());
   const std::uint64_t then = header_->cursor.load(std::memory_order_acquire);
   const std::uint64_t overwritten = then >= capacity ? then - capacity + 1 : 0;  // entries below may be torn
@@ -211,8 +244,8 @@ std::vector<Deed> Recorder::deeds() const {
   return all;
 }
 
-Activity Recorder::activity() const noexcept {
-  return activity_in(descriptor_.get()).value_or(Activity{header_->rank, 0, 0, 0, {}, {}, 0, 0, {}});
+RankStatus Recorder::status() const noexcept {
+  return status_in(descriptor_.get()).value_or(RankStatus{header_->rank, 0, 0, 0, {}, {}, 0, 0, {}});
 }
 
 void Recorder::discard() noexcept {
@@ -220,46 +253,24 @@ void Recorder::discard() noexcept {
   path_.clear();
 }
 
-std::optional<Activity> activity_in(int descriptor) noexcept {
-  // The raw words, in the order of Header and Entry.
-  std::array<std::uint64_t, header_bytes / sizeof(std::uint64_t)> header{};
-  enum : std::size_t {
-    at_rank = 1,
-    at_cursor = 5,
-    at_step = 6,
-    at_step_time = 7,
-    at_busy = 8,
-    at_worked = 9,
-    at_work = 10
-  };
-  const auto load = [&](void* into, std::size_t bytes, std::size_t offset) {
-    return ::pread(descriptor, into, bytes, static_cast<off_t>(offset)) == static_cast<ssize_t>(bytes);
-  };
-  if (!load(header.data(), header_bytes, 0) || header[0] != record_magic) return std::nullopt;
-  const std::uint64_t capacity = header[at_rank] >> 32;
-  if (capacity < 4 || capacity > (1U << 24)) return std::nullopt;
-  Activity status;
-  status.rank = static_cast<std::uint32_t>(header[at_rank]);
-  status.step = static_cast<std::uint32_t>(header[at_step]);
+std::optional<RankStatus> status_in(int descriptor) noexcept {
+  HeaderCopy header{};
+  if (!load_header(descriptor, header)) return std::nullopt;
+  RankStatus status;
+  status.rank = header.rank;
+  status.step = static_cast<std::uint32_t>(header.step);
   for (int attempt = 0; attempt < 100; ++attempt) {
-    const std::uint64_t cursor = header[at_cursor];
-    std::array<Deed, 2> latest;  // the newest first
+    const std::uint64_t cursor = header.cursor;
+    std::array<ActionEntry, 2> latest;  // the newest first
     const std::size_t count = std::min<std::uint64_t>(cursor, latest.size());
     for (std::size_t back = 0; back < count; ++back) {
-      std::array<std::uint64_t, 5> words{};
-      if (!load(words.data(), sizeof(words), header_bytes + sizeof(words) * ((cursor - 1 - back) % capacity))) {
-        return std::nullopt;
-      }
-      latest[back] = Deed{static_cast<std::uint32_t>(words[0] >> 40),
-                          static_cast<std::uint32_t>(words[0] >> 32) & 0xff,
-                          static_cast<std::uint32_t>(words[0]),
-                          static_cast<std::uint32_t>(words[1]),
-                          words[2],
-                          words[3],
-                          words[4]};
+      EntryCopy entry{};
+      const std::size_t offset = header_bytes + sizeof(entry) * ((cursor - 1 - back) % header.capacity);
+      if (!load(descriptor, &entry, sizeof(entry), offset)) return std::nullopt;
+      latest[back] = entry.read();
     }
-    if (!load(header.data(), header_bytes, 0)) return std::nullopt;
-    if (header[at_cursor] - cursor + 2 >= capacity) continue;  // overwritten meanwhile
+    if (!load_header(descriptor, header)) return std::nullopt;
+    if (header.cursor - cursor + 2 >= header.capacity) continue;  // overwritten meanwhile
     const std::uint64_t at = now();
     const bool running = count > 0 && latest[0].end == 0;
     status.running = running ? 1 : 0;
@@ -268,10 +279,10 @@ std::optional<Activity> activity_in(int descriptor) noexcept {
       status.completed = 1;
       status.last = aged(latest[running ? 1 : 0], at);
     }
-    if (header[at_worked] != 0) status.worked = at > header[at_worked] ? at - header[at_worked] : 1;
-    if (header[at_busy] != 0) {
-      status.busy = at > header[at_busy] ? at - header[at_busy] : 1;
-      std::memcpy(status.work.data(), &header[at_work], sizeof(status.work));
+    if (header.busy_until != 0) status.busy_ended = age(header.busy_until, at);
+    if (header.busy_since != 0) {
+      status.busy = age(header.busy_since, at);
+      status.work = header.work;
       status.work.back() = '\0';
     }
     return status;
@@ -279,14 +290,38 @@ std::optional<Activity> activity_in(int descriptor) noexcept {
   return std::nullopt;
 }
 
-std::string to_json(const Activity& status) {
-  std::string text = R"({"rank":)" + std::to_string(status.rank) + R"(,"step":)" + std::to_string(status.step);
-  text += R"(,"now":)" + (status.running != 0 ? to_json(status.now, status.now.start) : "null");
-  text += R"(,"last":)" + (status.completed != 0 ? to_json(status.last, status.last.end) : "null");
-  if (status.busy != 0) {
-    text += R"(,"busy":)" + quoted(status.work.data()) + R"(,"busy_for":)" + seconds(status.busy);
+RecordFile read_record(const std::string& path) {
+  const auto refuse = [&](const char* why) -> Error {
+    return {Fault::protocol, path + " is not a record of this version of pypipe: " + why};
+  };
+  const Fd file(check_errno(::open(path.c_str(), O_RDONLY | O_CLOEXEC), ("opening " + path).c_str()));
+  HeaderCopy header{};
+  if (!load_header(file.get(), header)) throw refuse("its header is another one");
+  struct stat status{};
+  check_errno(::fstat(file.get(), &status), "fstat of a record");
+  const auto size = static_cast<std::uint64_t>(status.st_size);
+  if (size < header.cause_at || header.cause_bytes > abort_limit || size - header.cause_at < header.cause_bytes) {
+    throw refuse("it is too short");
   }
-  return text + "}";
+  RecordFile record;
+  record.rank = header.rank;
+  record.clock = header.clock;
+  std::vector<EntryCopy> entries(header.capacity);
+  HeaderCopy after{};
+  record.cause.resize(header.cause_bytes);
+  if (!load(file.get(), entries.data(), entries.size() * sizeof(EntryCopy), header_bytes) ||
+      !load_header(file.get(), after) || after.capacity != header.capacity ||
+      !load(file.get(), record.cause.data(), record.cause.size(), header.cause_at)) {
+    throw refuse("it was shortened while it was read");
+  }
+  // The entry before these may be half overwritten.
+  const std::uint64_t first = after.cursor >= header.capacity ? after.cursor - header.capacity + 1 : 0;
+  for (std::uint64_t n = first; n < header.cursor; ++n) record.actions.push_back(entries[n % header.capacity].read());
+  if (header.busy_since != 0) {
+    header.work.back() = '\0';
+    record.busy = header.work.data();
+  }
+  return record;
 }
 
 }  // namespace pypipe

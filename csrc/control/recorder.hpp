@@ -36,35 +36,9 @@
 #include <vector>
 
 #include "base/fd.hpp"
+#include "control/rank_status.hpp"
 
 namespace pypipe {
-
-// An action as the core knows it; what the kinds mean is the program's business.
-struct Deed {
-  std::uint32_t stage = 0;
-  std::uint32_t kind = 0;
-  std::uint32_t microbatch = 0;
-  std::uint32_t step = 0;   // counts the steps of this rank, from 1
-  std::uint64_t start = 0;  // nanoseconds of CLOCK_MONOTONIC
-  std::uint64_t ready = 0;  // when it had what it waited for; 0: not yet, or nothing was waited for
-  std::uint64_t end = 0;    // 0: in progress
-};
-
-// What a rank is doing. It travels as it is: both ends are the same version and byte order.
-struct Activity {
-  std::uint32_t rank = 0;
-  std::uint32_t step = 0;       // the latest one begun; 0: none
-  std::uint32_t running = 0;    // whether `now` is in progress
-  std::uint32_t completed = 0;  // whether there is a `last`
-  Deed now;                     // times are nanoseconds ago; 0: not yet
-  Deed last;
-  std::uint64_t busy = 0;    // nanoseconds since it said that it is busy with `work`; 0: it is not
-  std::uint64_t worked = 0;  // nanoseconds since it last ended to be busy; 0: it never was
-  std::array<char, 96> work{};
-};
-static_assert(std::is_trivially_copyable_v<Activity>);
-
-[[nodiscard]] std::string to_json(const Activity& status);
 
 class Recorder {
  public:
@@ -84,14 +58,15 @@ class Recorder {
 
   // A second, larger copy of what is done from now on, for tracing: at most `capacity` actions; what comes then is lost.
   void start_trace(std::size_t capacity);
-  [[nodiscard]] std::vector<Deed> stop_trace();
+  [[nodiscard]] std::vector<ActionEntry> stop_trace();
 
   // By any thread.
   void set_busy(std::string_view work) noexcept;  // empty: no longer
-  // The pipeline has failed: no action of that step, or a later one, begins from now on. The first cause counts.
+  // The pipeline has failed: no action of that step, or a later one, begins from now on. The first cause counts; it is
+  // given as Cause::encode() writes it.
   void set_cause(std::string_view cause, std::uint64_t step = 0) noexcept;
-  [[nodiscard]] Activity activity() const noexcept;
-  [[nodiscard]] std::vector<Deed> deeds() const;  // the oldest first; the last one may be in progress
+  [[nodiscard]] RankStatus status() const noexcept;
+  [[nodiscard]] std::vector<ActionEntry> actions() const;  // the oldest first; the last one may be in progress
   [[nodiscard]] int descriptor() const noexcept { return descriptor_.get(); }
   // Removes the file: nothing happened that anybody would look it up for.
   void discard() noexcept;
@@ -114,12 +89,24 @@ class Recorder {
   bool in_progress_ = false;
   std::uint32_t steps_ = 0;
   std::size_t trace_capacity_ = 0;
-  std::vector<Deed> trace_;
+  std::vector<ActionEntry> trace_;
   std::mutex busy_mutex_;
 };
 
-// What the rank that owns this record file was doing; nothing where it cannot be read. Reads, never maps: whoever
-// shortens the file does not make this process fault.
-[[nodiscard]] std::optional<Activity> activity_in(int descriptor) noexcept;
+// What the rank that owns this record file was doing; nothing where it cannot be read. Reads, never maps: a file that is
+// shortened does not make this process fault.
+[[nodiscard]] std::optional<RankStatus> status_in(int descriptor) noexcept;
+
+// A record file, as its rank left it or while it still writes.
+struct RecordFile {
+  std::uint32_t rank = 0;
+  std::uint64_t clock = 0;  // nanoseconds to add to an entry's times for the time since the epoch
+  std::vector<ActionEntry> actions;
+  std::string busy;   // empty: it was not
+  std::string cause;  // as Cause::encode() writes it; empty: none
+};
+
+// Throws Error{system} where the file cannot be read, Error{protocol} where it is not a record of this version.
+[[nodiscard]] RecordFile read_record(const std::string& path);
 
 }  // namespace pypipe

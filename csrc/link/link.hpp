@@ -20,6 +20,7 @@
 #include <memory>
 #include <span>
 
+#include "base/action.hpp"
 #include "base/wait.hpp"
 
 namespace pypipe {
@@ -29,14 +30,22 @@ struct Stream {
   void* handle = nullptr;
 };
 
+// What a receiver expects of a message, and checks.
+struct MessageTag {
+  std::uint32_t stage = 0;          // the stage that sends
+  ActionKind kind = ActionKind::F;  // of what is sent: F's output, B's gradient, or weights (W)
+  std::uint32_t microbatch = 0;
+  bool evaluates = false;  // sent in eval(), which ranks must not mix with step()
+};
+
 // What travels with each message: the tag that the receiver checks, and how much of the batch it is.
 struct Envelope {
   std::uint32_t channel = 0;
   std::uint32_t stage = 0;  // the stage that sends
-  std::uint32_t kind = 0;   // 'F' or 'B'
+  std::uint32_t kind = 0;   // ActionKind, unless the peer sent something else
   std::uint32_t microbatch = 0;
   std::uint32_t layout = 0;
-  std::uint32_t reserved = 0;
+  std::uint32_t evaluates = 0;  // sent in eval()
   std::uint64_t bytes = 0;
   std::uint64_t rows = 0;        // of this microbatch
   std::uint64_t batch_rows = 0;  // of the whole batch

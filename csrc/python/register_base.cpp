@@ -5,6 +5,7 @@
 #include <chrono>
 #include <exception>
 
+#include "base/action.hpp"
 #include "base/error.hpp"
 #include "base/wait.hpp"
 #include "python/register.hpp"
@@ -44,6 +45,11 @@ void register_base(py::module_& module) {
   core_error = py::exception<Error>(module, "CoreError", PyExc_RuntimeError).release().ptr();
   py::reinterpret_borrow<py::object>(core_error).attr("fault") = "";
   py::register_exception_translator(&translate);
+
+  py::enum_<ActionKind> kinds(module, "ActionKind", "Kinds of actions, as the program has them.");
+  for (std::size_t number = 0; number < action_kind_names.size(); ++number) {
+    kinds.value(action_kind_names[number], static_cast<ActionKind>(number));
+  }
 
   py::class_<Patience>(module, "Patience",
                        "How long (seconds) and how eagerly to wait: polls before parking, and "

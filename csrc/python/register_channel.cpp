@@ -41,7 +41,7 @@ SendLayout announce(SendChannel& channel, const std::string& description, const 
 }
 
 std::uint64_t send(SendChannel& channel, const SendLayout& layout, std::uint32_t stage, std::uint32_t kind,
-                   std::uint32_t microbatch, std::uint64_t rows, std::uint64_t batch_rows,
+                   std::uint32_t microbatch, bool evaluates, std::uint64_t rows, std::uint64_t batch_rows,
                    const std::vector<std::uintptr_t>& pointers, std::uintptr_t stream, const Patience& patience) {
   if (pointers.size() != layout.parts.size()) {
     throw Error(Fault::usage, "a layout of " + std::to_string(layout.parts.size()) + " tensors got " +
@@ -51,15 +51,15 @@ std::uint64_t send(SendChannel& channel, const SendLayout& layout, std::uint32_t
   for (std::size_t i = 0; i < parts.size(); ++i) {
     parts[i].data = reinterpret_cast<const void*>(pointers[i]);  // NOLINT(performance-no-int-to-ptr)
   }
-  const Envelope envelope{0, stage, kind, microbatch, layout.id, 0, 0, rows, batch_rows};
+  const Envelope envelope{0, stage, kind, microbatch, layout.id, evaluates ? 1U : 0U, 0, rows, batch_rows};
   const py::gil_scoped_release released;
   return channel.send(envelope, parts, Stream{reinterpret_cast<void*>(stream)},  // NOLINT(performance-no-int-to-ptr)
                       patience);
 }
 
 Message receive(ReceiveChannel& channel, std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch,
-                std::uintptr_t stream, const Patience& patience) {
-  return Message{channel.receive(stage, kind, microbatch,
+                bool evaluates, std::uintptr_t stream, const Patience& patience) {
+  return Message{channel.receive(MessageTag{stage, static_cast<ActionKind>(kind), microbatch, evaluates},
                                  Stream{reinterpret_cast<void*>(stream)},  // NOLINT(performance-no-int-to-ptr)
                                  patience)};
 }
@@ -86,8 +86,13 @@ void register_channel(py::module_& module) {
   module.def(
       "pack", [](const std::vector<std::size_t>& sizes) { return pack(sizes); }, arg("sizes"),
       "Offsets of parts of these sizes (bytes) in one message, then the message's size.");
-  module.def("check_tag", &check_tag, arg("envelope"), arg("channel"), arg("stage"), arg("kind"), arg("microbatch"),
-             arg("peer"));
+  module.def(
+      "check_tag",
+      [](const Envelope& envelope, std::uint32_t channel, std::uint32_t stage, std::uint32_t kind,
+         std::uint32_t microbatch, bool evaluates, int peer) {
+        check_tag(envelope, channel, MessageTag{stage, static_cast<ActionKind>(kind), microbatch, evaluates}, peer);
+      },
+      arg("envelope"), arg("channel"), arg("stage"), arg("kind"), arg("microbatch"), arg("evaluates"), arg("peer"));
 
   py::class_<SendLink>(module, "SendLink");
   py::class_<ReceiveLink>(module, "ReceiveLink");
@@ -129,8 +134,8 @@ void register_channel(py::module_& module) {
       .def(py::init<Hub&, SendLink&, int, std::uint32_t, std::uint32_t>(), arg("hub"), arg("link"), arg("peer"),
            arg("channel"), arg("slots"), keep_alive<1, 2>(), keep_alive<1, 3>())
       .def("announce", &announce, arg("description"), arg("sizes"), arg("forgotten"), arg("patience"), Released())
-      .def("send", &send, arg("layout"), arg("stage"), arg("kind"), arg("microbatch"), arg("rows"), arg("batch_rows"),
-           arg("pointers"), arg("stream"), arg("patience"))
+      .def("send", &send, arg("layout"), arg("stage"), arg("kind"), arg("microbatch"), arg("evaluates"), arg("rows"),
+           arg("batch_rows"), arg("pointers"), arg("stream"), arg("patience"))
       .def("has_room", &SendChannel::has_room)
       .def("sent", &SendChannel::sent)
       .def(
@@ -150,8 +155,8 @@ void register_channel(py::module_& module) {
             channel.post(Stream{reinterpret_cast<void*>(stream)}, patience);  // NOLINT(performance-no-int-to-ptr)
           },
           arg("stream"), arg("patience"), Released())
-      .def("receive", &receive, arg("stage"), arg("kind"), arg("microbatch"), arg("stream"), arg("patience"),
-           Released())
+      .def("receive", &receive, arg("stage"), arg("kind"), arg("microbatch"), arg("evaluates"), arg("stream"),
+           arg("patience"), Released())
       .def(
           "description",
           [](ReceiveChannel& channel, std::uint32_t layout, const Patience& patience) {

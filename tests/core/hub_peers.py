@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import json
 import resource
 import socket
 import struct
@@ -63,7 +62,7 @@ def read_frame(connection: socket.socket) -> tuple[int, bytes] | None:
 
 
 def envelope(microbatch: int = 0) -> Any:
-    return _core.Envelope(0, ord("F"), microbatch, 1, 64, 2, 4)
+    return _core.Envelope(0, _core.ActionKind.F.value, microbatch, 1, False, 64, 2, 4)
 
 
 def sockets(kind: str) -> tuple[socket.socket, socket.socket]:
@@ -99,12 +98,18 @@ class Neighbours:
         self.good.close()
 
 
-def cause_of(hub: Any, peer: int) -> dict[str, Any]:
+def failure(message: str, rank: int = 0) -> _core.Cause:
+    """A cause, as of an exception with this message on that rank."""
+    return _core.Cause(_core.CauseKind.ERROR, rank, message=message)
+
+
+def cause_of(hub: Any, peer: int) -> _core.Cause:
     """The first cause, as soon as the hub has one."""
     with pytest.raises(_core.CoreError) as caught:
         hub.take_envelope(peer, 12345, PATIENCE)
     assert caught.value.fault == "aborted", caught.value
-    cause: dict[str, Any] = json.loads(hub.cause())
+    cause = hub.cause()
+    assert isinstance(cause, _core.Cause)
     return cause
 
 

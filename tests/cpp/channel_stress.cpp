@@ -27,7 +27,7 @@ constexpr std::size_t most_layouts = 16;
 // first.
 constexpr std::uint64_t most_allocations = 6 * 8 + 1;
 constexpr std::uint32_t stage = 7;
-constexpr std::uint32_t kind = 'F';
+constexpr ActionKind kind = ActionKind::F;
 
 // --- what is sent
 // ----------------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ void produce(Hub& hub, int peer, const Route& route, std::vector<ChannelCounters
     }
     Envelope envelope;
     envelope.stage = stage;
-    envelope.kind = kind;
+    envelope.kind = static_cast<std::uint32_t>(kind);
     envelope.microbatch = step->microbatch;
     envelope.layout = lane.ids.at(step->layout);
     envelope.rows = step->layout;
@@ -277,7 +277,7 @@ void consume(Hub& hub, int peer, const Route& route, std::vector<ChannelCounters
     if (lane.held.size() == route.slots[step->channel]) release(lane);
     while (!lane.held.empty() && random.once_in(4)) release(lane);
     lane.channel->post(Stream{}, waiting);
-    Arrival arrival = lane.channel->receive(stage, kind, step->microbatch, Stream{}, waiting);
+    Arrival arrival = lane.channel->receive(MessageTag{stage, kind, step->microbatch, false}, Stream{}, waiting);
     check_equal(arrival.envelope.rows, step->layout, "the layout of a message");
     check_equal(arrival.envelope.bytes, pack(step->sizes).back(), "the bytes of a message");
     const LayoutBook::Layout& layout = lane.channel->layout(arrival.envelope.layout, waiting);

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "check.hpp"
+#include "control/cause.hpp"
 #include "sockets.hpp"
 
 namespace {
@@ -185,6 +186,32 @@ void mutated(Random& random) {
   }
 }
 
+Cause random_cause(Random& random) {
+  Cause cause;
+  cause.kind = static_cast<CauseKind>(random.below(7));
+  cause.rank = static_cast<std::int32_t>(random.next());
+  cause.call = random.next();
+  for (std::string* text : {&cause.call_name, &cause.doing, &cause.type, &cause.message, &cause.traceback}) {
+    *text = bytes_of(random, random.below(random.once_in(20) ? std::size_t{1} << 18 : 200));
+  }
+  cause.reports.resize(random.below(random.once_in(20) ? 4000 : 5));
+  return cause;
+}
+
+// A cause comes out as it went in; a damaged one is refused, or is another cause.
+void causes(Random& random) {
+  std::string bytes = random_cause(random).encode();
+  check(bytes.size() <= abort_limit, "a cause that no frame can carry");
+  check(Cause::decode(bytes).encode() == bytes, "another cause came out");
+  bytes[random.below(bytes.size())] ^= static_cast<char>(1 + random.below(255));
+  if (random.once_in(2)) bytes.resize(random.below(bytes.size()));
+  try {
+    check(Cause::decode(bytes).encode().size() == bytes.size(), "a cause of another size came out");
+  } catch (const Error& error) {
+    check(error.fault() == Fault::protocol, "a damaged cause gave another error than Error{protocol}");
+  }
+}
+
 std::string raw_header(std::uint32_t magic, std::uint16_t type, std::uint16_t reserved, std::uint32_t bytes) {
   std::string header(frame_header_bytes, '\0');
   std::memcpy(header.data(), &magic, sizeof(magic));
@@ -286,6 +313,7 @@ int main(int count, char** values) {
     noise(random);
     mutated(random);
     mutated(random);
+    causes(random);
   }
   check_equal(open_descriptors(), descriptors, "descriptors open at the end");
   std::printf("frame_test: seed %llu, %llu rounds of valid, random and mutated streams\n",

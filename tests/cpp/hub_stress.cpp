@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "causes.hpp"
 #include "check.hpp"
 #include "control/hub.hpp"
 #include "endless.hpp"
@@ -92,7 +93,7 @@ struct Chain {
 };
 
 // Waits for a hub's cause as a waiting thread would: by waiting.
-std::string cause_of(Hub& hub, int peer) {
+Cause cause_of(Hub& hub, int peer) {
   (void)error_of([&] { (void)hub.take(peer, FrameType::envelope, 99, patience()); }, "the pipeline has failed");
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(30);
   while (!hub.cause()) {  // a peer that is gone is noticed a moment before the failure is
@@ -127,14 +128,14 @@ void aborts(std::uint64_t seed, std::uint64_t rounds) {
     });
     Hub& origin = *chain.hubs[random.below(3)];
     if (random.once_in(2)) std::this_thread::sleep_for(std::chrono::microseconds(random.below(500)));
-    std::thread other([&] { origin.abort("{\"kind\":\"second\"}"); });
-    origin.abort("{\"kind\":\"first\"}");
+    std::thread other([&] { origin.abort(failure("second")); });
+    origin.abort(failure("first"));
     other.join();
     for (std::thread& thread : threads) thread.join();
-    origin.abort("{\"kind\":\"late\"}");
-    const std::string cause = *origin.cause();
-    check(cause == "{\"kind\":\"first\"}" || cause == "{\"kind\":\"second\"}", "another cause: " + cause);
-    for (const auto& hub : chain.hubs) check(*hub->cause() == cause, "causes differ: " + *hub->cause());
+    origin.abort(failure("late"));
+    const std::string cause = origin.cause()->message;
+    check(cause == "first" || cause == "second", "another cause: " + cause);
+    for (const auto& hub : chain.hubs) check(hub->cause()->message == cause, "causes differ: " + hub->cause()->message);
     expect(
         Fault::aborted, [&] { chain.hubs[0]->send(1, FrameType::layout, 0, 0, {}, patience()); },
         "sending after a failure");
@@ -146,12 +147,12 @@ void aborts(std::uint64_t seed, std::uint64_t rounds) {
 void crossing_aborts(std::uint64_t rounds) {
   for (std::uint64_t round = 0; round < rounds; ++round) {
     Chain chain;
-    std::thread left([&] { chain.hubs[0]->abort("left"); });
-    std::thread right([&] { chain.hubs[2]->abort("right"); });
+    std::thread left([&] { chain.hubs[0]->abort(failure("left")); });
+    std::thread right([&] { chain.hubs[2]->abort(failure("right")); });
     left.join();
     right.join();
     for (std::size_t at = 0; at < 3; ++at) {
-      const std::string cause = cause_of(*chain.hubs[at], at == 1 ? 0 : 1);
+      const std::string cause = cause_of(*chain.hubs[at], at == 1 ? 0 : 1).message;
       check(cause == "left" || cause == "right", "another cause: " + cause);
     }
   }
@@ -184,8 +185,7 @@ void death(std::uint64_t rounds) {
     dying.reset();
     for (std::thread& thread : threads) thread.join();
     for (Hub* hub : {&middle, &end}) {
-      const std::string cause = cause_of(*hub, hub == &end ? 1 : 0);
-      check(cause.find(R"("kind":"lost","rank":0,"seen_by":1)") != std::string::npos, "the cause: " + cause);
+      check_lost(cause_of(*hub, hub == &end ? 1 : 0), 0, 1);
     }
     check(middle.take(0, FrameType::layout, 5, patience()).payload == "last", "a last frame was lost");
     expect(Fault::aborted, [&] { (void)middle.take(0, FrameType::layout, 5, patience()); }, "no more frames");
@@ -202,8 +202,7 @@ void garbage(std::uint64_t seed) {
     hub.start();
     const std::string noise = text_of(random.next(), 24 + random.below(3000));
     check(::send(liar.get(), noise.data(), noise.size(), MSG_NOSIGNAL) > 0, "send");
-    const std::string cause = cause_of(hub, 1);
-    check(cause.find(R"("kind":"lost","rank":1)") != std::string::npos, "the cause: " + cause);
+    check_lost(cause_of(hub, 1), 1, 0);
     pollfd wait{liar.get(), POLLIN, 0};
     check(::poll(&wait, 1, 30'000) == 1, "a peer that sent garbage is left waiting");
   }
@@ -240,8 +239,8 @@ void leave(std::uint64_t rounds) {
     // The others go on.
     chain.hubs[2]->send(1, FrameType::envelope, 3, 4, "still here", patience());
     check(chain.hubs[1]->take(2, FrameType::envelope, 3, patience()).payload == "still here", "the chain broke");
-    chain.hubs[2]->abort("later");
-    check(cause_of(*chain.hubs[1], 2) == "later", "no failure after a leave");
+    chain.hubs[2]->abort(failure("later"));
+    check(cause_of(*chain.hubs[1], 2).message == "later", "no failure after a leave");
     for (const auto& hub : chain.hubs) hub->close();
     for (const auto& hub : chain.hubs) hub->close();
   }
@@ -342,7 +341,7 @@ void full_socket() {
   std::thread second(
       [&] { expect(Fault::aborted, [&] { aborted.fill(patience(std::chrono::minutes(5))); }, "abort()"); });
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
-  aborted.hub.abort("cause");
+  aborted.hub.abort(failure("cause"));
   second.join();
   check(std::chrono::steady_clock::now() < soon, "close() or abort() waited for a sender");
 }
@@ -359,13 +358,14 @@ void abort_behind_a_large_frame(std::uint64_t rounds) {
       std::this_thread::sleep_for(std::chrono::milliseconds(100));
       frames = slow.read_all();
     });
-    slow.hub.abort("the first cause");
+    slow.hub.abort(failure("the first cause"));
     sender.join();
     slow.hub.close();
     reader.join();
     const auto last =
         std::find_if(frames.begin(), frames.end(), [](const Frame& frame) { return frame.type == FrameType::abort; });
-    check(last != frames.end() && last->payload == "the first cause", "a slow peer never got the cause");
+    check(last != frames.end() && Cause::decode(last->payload).message == "the first cause",
+          "a slow peer never got the cause");
     for (const Frame& frame : frames) {
       if (frame.type != FrameType::layout) continue;
       check(std::all_of(frame.payload.begin(), frame.payload.end(), [](char c) { return c == 'x'; }),
@@ -428,8 +428,7 @@ void fork_and_die() {
   hub.start();
   hub.send(1, FrameType::envelope, 0, 0, "fork", patience());
   check(hub.take(1, FrameType::envelope, 0, patience()).payload == "forked", "no answer");
-  const std::string cause = cause_of(hub, 1);
-  check(cause.find(R"("kind":"lost","rank":1)") != std::string::npos, "the cause: " + cause);
+  check_lost(cause_of(hub, 1), 1, 0);
   int status = 0;
   check_errno(::waitpid(rank, &status, 0), "waitpid");
   check_equal(status, 0, "the status of the rank");

@@ -4,6 +4,7 @@
 #include <thread>
 #include <vector>
 
+#include "causes.hpp"
 #include "channel/channel.hpp"
 #include "check.hpp"
 #include "endless.hpp"
@@ -14,6 +15,8 @@ namespace pypipe::test {
 namespace {
 
 constexpr std::uint32_t channel = 3;
+constexpr auto forward = static_cast<std::uint32_t>(ActionKind::F);
+constexpr auto backward = static_cast<std::uint32_t>(ActionKind::B);
 
 // Two hubs and a link of `slots` slots from the left one to the right one.
 struct Ends {
@@ -27,7 +30,7 @@ struct Ends {
   }
   void send(std::uint32_t microbatch, std::uint64_t bytes = 8, const Patience& waiting = patience()) const {
     const std::vector<std::byte> data(bytes, static_cast<std::byte>(microbatch));
-    Envelope envelope{channel, 1, 'F', microbatch, 1, 0, bytes, 0, 0};
+    Envelope envelope{channel, 1, forward, microbatch, 1, 0, bytes, 0, 0};
     const Part part{data.data(), data.size(), 0};
     Habit habit;
     sender->send(envelope, std::span(&part, 1), Stream{}, waiting, habit);
@@ -114,7 +117,7 @@ void aborts(std::uint64_t rounds) {
     });
     std::thread sender([&] { expect(Fault::aborted, [&] { ends.send(1); }, "a sender"); });
     if (round % 2 == 0) std::this_thread::yield();
-    (round % 3 == 0 ? ends.left : ends.right).abort(R"({"kind":"test"})");
+    (round % 3 == 0 ? ends.left : ends.right).abort(failure("test"));
     receiver.join();
     sender.join();
   }
@@ -170,10 +173,10 @@ void tags() {
   join(left, right);
   left.start();
   right.start();
-  ShmSendLink send_link(left, 1, 0, 4, patience());
-  ShmReceiveLink receive_link(right, 0, 0, 4, patience());
-  SendChannel sender(left, send_link, 1, channel, 4);
-  ReceiveChannel receiver(right, receive_link, 0, channel, 4);
+  ShmSendLink send_link(left, 1, 0, 8, patience());
+  ShmReceiveLink receive_link(right, 0, 0, 8, patience());
+  SendChannel sender(left, send_link, 1, channel, 8);
+  ReceiveChannel receiver(right, receive_link, 0, channel, 8);
   const std::uint32_t layout = sender.announce("eight bytes", 8, 0, patience());
   const std::uint64_t data = 42;
   const auto send = [&](std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch, std::uint32_t id,
@@ -181,17 +184,33 @@ void tags() {
     const Part part{&data, bytes, 0};
     sender.send(Envelope{0, stage, kind, microbatch, id, 0, 0, 0, 0}, std::span(&part, 1), Stream{}, patience());
   };
-  send(2, 'F', 7, layout, 8);
-  const Error other = error_of([&] { (void)receiver.receive(2, 'F', 8, Stream{}, patience()); }, "another microbatch");
+  send(2, forward, 7, layout, 8);
+  const Error other =
+      error_of([&] { (void)receiver.receive(MessageTag{2, ActionKind::F, 8, false}, Stream{}, patience()); },
+               "another microbatch");
   check(other.fault() == Fault::mismatch, "another microbatch is a mismatch");
   const std::string text = other.what();
   check(text.find("2SEND_F7") != std::string::npos && text.find("2SEND_F8") != std::string::npos,
         "a mismatch names both sides: " + text);
-  send(2, 'B', 7, layout, 8);
-  expect(Fault::mismatch, [&] { (void)receiver.receive(2, 'F', 7, Stream{}, patience()); }, "another kind");
-  send(2, 'F', 7, layout, 4);
-  expect(Fault::mismatch, [&] { (void)receiver.receive(2, 'F', 7, Stream{}, patience()); }, "too few bytes");
-  send(2, 'F', 7, layout + 1, 8);
+  send(2, backward, 7, layout, 8);
+  expect(
+      Fault::mismatch, [&] { (void)receiver.receive(MessageTag{2, ActionKind::F, 7, false}, Stream{}, patience()); },
+      "another kind");
+  sender.send(Envelope{0, 2, forward, 7, layout, 1, 0, 0, 0}, {}, Stream{}, patience());
+  const Error mode =
+      error_of([&] { (void)receiver.receive(MessageTag{2, ActionKind::F, 7, false}, Stream{}, patience()); },
+               "a message of an eval()");
+  check(std::string(mode.what()).find("the other eval()") != std::string::npos, mode.what());
+  send(2, 77, 7, layout, 8);
+  const Error strange =
+      error_of([&] { (void)receiver.receive(MessageTag{2, ActionKind::F, 7, false}, Stream{}, patience()); },
+               "a kind that does not exist");
+  check(std::string(strange.what()).find("2SEND_(kind 77)7") != std::string::npos, strange.what());
+  send(2, forward, 7, layout, 4);
+  expect(
+      Fault::mismatch, [&] { (void)receiver.receive(MessageTag{2, ActionKind::F, 7, false}, Stream{}, patience()); },
+      "too few bytes");
+  send(2, forward, 7, layout + 1, 8);
   (void)sender.announce("a later layout", 8, 0, patience());
   (void)sender.announce("the latest layout", 8, 0, patience());
   Habit habit;

@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "causes.hpp"
 #include "check.hpp"
 #include "control/hub.hpp"
 #include "control/recorder.hpp"
@@ -25,26 +26,25 @@ void readers(std::uint64_t count) {
   std::vector<std::thread> threads;
   threads.emplace_back([&] {
     while (!done) {
-      const std::vector<Deed> deeds = recorder.deeds();
-      check(deeds.size() <= 8, "more actions than fit");
-      for (std::size_t i = 0; i < deeds.size(); ++i) {
-        check_equal(deeds[i].microbatch, deeds[0].microbatch + i, "actions that do not follow each other");
-        check_equal(deeds[i].stage, deeds[i].microbatch % 7, "a torn action");
-        check_equal(deeds[i].kind, deeds[i].microbatch % 5, "a torn action");
-        check(i + 1 == deeds.size() || deeds[i].end != 0, "an action that began before the one before it had ended");
-        check(deeds[i].end == 0 || deeds[i].end >= deeds[i].start, "an action that ended before it began");
+      const std::vector<ActionEntry> kept = recorder.actions();
+      check(kept.size() <= 8, "more actions than fit");
+      for (std::size_t i = 0; i < kept.size(); ++i) {
+        check_equal(kept[i].microbatch, kept[0].microbatch + i, "actions that do not follow each other");
+        check_equal(kept[i].stage, kept[i].microbatch % 7, "a torn action");
+        check_equal(kept[i].kind, kept[i].microbatch % 5, "a torn action");
+        check(i + 1 == kept.size() || kept[i].end != 0, "an action that began before the one before it had ended");
+        check(kept[i].end == 0 || kept[i].end >= kept[i].start, "an action that ended before it began");
       }
     }
   });
   threads.emplace_back([&] {
     while (!done) {
-      const Activity activity = recorder.activity();
-      check_equal(activity.rank, 3U, "the rank");
-      if (activity.running != 0 && activity.completed != 0) {
-        check_equal(activity.now.microbatch, activity.last.microbatch + 1, "what it does and what it did");
+      const RankStatus status = recorder.status();
+      check_equal(status.rank, 3U, "the rank");
+      if (status.running != 0 && status.completed != 0) {
+        check_equal(status.now.microbatch, status.last.microbatch + 1, "what it does and what it did");
       }
-      if (activity.busy != 0) check(std::string(activity.work.data()).starts_with("work "), "what it is busy with");
-      (void)to_json(activity);
+      if (status.busy != 0) check(std::string(status.work.data()).starts_with("work "), "what it is busy with");
     }
   });
   threads.emplace_back([&] {
@@ -59,7 +59,7 @@ void readers(std::uint64_t count) {
   recorder.end();
   done = true;
   for (std::thread& thread : threads) thread.join();
-  check_equal(recorder.deeds().back().microbatch, count - 1, "the last action");
+  check_equal(recorder.actions().back().microbatch, count - 1, "the last action");
 }
 
 void traces_and_files() {
@@ -69,23 +69,35 @@ void traces_and_files() {
     recorder.start_trace(6);
     for (std::uint32_t i = 0; i < 10; ++i) recorder.begin(0, 0, i);
     recorder.end();
-    const std::vector<Deed> traced = recorder.stop_trace();
+    const std::vector<ActionEntry> traced = recorder.stop_trace();
     check_equal(traced.size(), 6U, "a trace holds what it has room for");
     check_equal(traced[5].microbatch, 5U, "and that is the first");
-    recorder.set_cause("the first");
-    recorder.set_cause("the second");
+    recorder.set_cause(failure("the first").encode());
+    recorder.set_cause(failure("the second").encode());
   }
   check(std::filesystem::exists(path), "a record outlives its recorder");
   const Fd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
-  const auto activity = activity_in(file.get());
-  check(activity && activity->rank == 1 && activity->completed != 0, "and can be read");
-  check_equal(activity->last.microbatch, 9U, "its last action");
+  const auto status = status_in(file.get());
+  check(status && status->rank == 1 && status->completed != 0, "and can be read");
+  check_equal(status->last.microbatch, 9U, "its last action");
+  const RecordFile record = read_record(path);
+  check_equal(record.rank, 1U, "the rank of a file");
+  check_equal(record.actions.size(), 3U, "the entry that may be half overwritten is left out");
+  check_equal(record.actions.back().microbatch, 9U, "the last action in a file");
+  check(Cause::decode(record.cause).message == "the first", "the cause in a file");
+  std::filesystem::resize_file(path, std::filesystem::file_size(path) - 1);
+  expect(Fault::protocol, [&] { (void)read_record(path); }, "a file whose cause is cut off");
+  std::filesystem::resize_file(path, 300);
+  expect(Fault::protocol, [&] { (void)read_record(path); }, "a file whose actions are cut off");
+  std::filesystem::resize_file(path, 8);
+  expect(Fault::protocol, [&] { (void)read_record(path); }, "a file without a header");
+  expect(Fault::system, [&] { (void)read_record(path + "-of-no-rank"); }, "a file that does not exist");
   {
     Recorder again(1, 4, path);
     again.discard();
   }
   check(!std::filesystem::exists(path), "a record that is not wanted is removed");
-  check(!activity_in(-1) && !activity_in(STDIN_FILENO), "what is no record is none");
+  check(!status_in(-1) && !status_in(STDIN_FILENO), "what is no record is none");
   expect(Fault::system, [] { Recorder nowhere(0, 4, "/nonexistent/record"); }, "a folder that is not there");
 }
 
@@ -108,10 +120,10 @@ void questions(std::uint64_t seed, std::uint64_t rounds) {
     const std::size_t busy = random.below(size);
     recorders[busy]->set_busy("writing");
     check_equal(hubs[(busy + 2) % size]->ask(size, patience()).size(), size, "answers of a whole pipeline");
-    check(hubs[(busy + 1) % size]->somebody_is_busy(size, lately), "somebody is busy");
+    check(hubs[(busy + 1) % size]->any_rank_is_busy(size, lately), "somebody is busy");
     recorders[busy]->set_busy("");
-    check(hubs[(busy + 1) % size]->somebody_is_busy(size, lately), "somebody was busy just now");
-    check(!hubs[(busy + 1) % size]->somebody_is_busy(size, std::chrono::nanoseconds(1)), "nobody is busy");
+    check(hubs[(busy + 1) % size]->any_rank_is_busy(size, lately), "somebody was busy just now");
+    check(!hubs[(busy + 1) % size]->any_rank_is_busy(size, std::chrono::nanoseconds(1)), "nobody is busy");
     std::vector<std::thread> threads;
     for (std::size_t i = 0; i < size; ++i) {
       threads.emplace_back([&, i] {
@@ -123,7 +135,7 @@ void questions(std::uint64_t seed, std::uint64_t rounds) {
       });
       threads.emplace_back([&, i, quits = random.once_in(3), fails = random.once_in(3)] {
         for (int n = 0; n < 3; ++n) (void)hubs[i]->ask(size, patience(std::chrono::milliseconds(50)));
-        if (fails) hubs[i]->abort(R"({"kind":"error"})");
+        if (fails) hubs[i]->abort(failure("error"));
         if (quits) hubs[i]->close();
       });
     }
@@ -156,21 +168,21 @@ void stops(std::uint64_t seed, std::uint64_t rounds) {
             ++steps[i];
             for (int action = 0; action < 3; ++action, ++n) {
               recorders[i]->begin(static_cast<std::uint32_t>(i), 0, n);
-              if (culprit == i && n == last) hubs[i]->abort(R"({"kind":"error"})", steps[i]);
+              if (culprit == i && n == last) hubs[i]->abort(failure("error"), steps[i]);
             }
             recorders[i]->end();
           }
         };
         expect(Fault::aborted, run, "a rank that runs when another one has failed");
         check(hubs[i]->cause().has_value(), "a rank that is stopped finds the cause");
-        const std::vector<Deed> deeds = recorders[i]->deeds();
-        if (n > 0) check_equal(deeds.back().microbatch, n - 1, "no action begins after the failure");
-        if (n > 0) check(deeds.back().end != 0, "and the one before it has ended");
+        const std::vector<ActionEntry> kept = recorders[i]->actions();
+        if (n > 0) check_equal(kept.back().microbatch, n - 1, "no action begins after the failure");
+        if (n > 0) check(kept.back().end != 0, "and the one before it has ended");
         expect(Fault::aborted, [&] { recorders[i]->end(); }, "the end of a list of actions");
         if (n > 0) expect(Fault::aborted, [&] { recorders[i]->begin(0, 0, n - 1); }, "an action again");
       });
     }
-    if (culprit == 2) threads.emplace_back([&] { hubs[0]->abort(R"({"kind":"link"})"); });
+    if (culprit == 2) threads.emplace_back([&] { hubs[0]->abort(failure("link")); });
     for (std::thread& thread : threads) thread.join();
     if (culprit < 2) check(steps[1 - culprit] >= steps[culprit], "a step before the one that failed was stopped");
   }
@@ -196,7 +208,9 @@ void last_words() {
     peer.abandon();  // as if it were killed; it has no thread
   }
   while (!hub.cause()) std::this_thread::yield();
-  check(hub.cause()->find(R"("status":{"rank":1)") != std::string::npos, "the cause says what it did: " + *hub.cause());
+  const std::vector<RankReport> reports = hub.cause()->reports;
+  check_equal(reports.size(), 1U, "the cause says what it did");
+  check_equal(reports[0].status.rank, 1U, "whose record it is");
 }
 
 }  // namespace

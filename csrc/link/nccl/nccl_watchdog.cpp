@@ -10,9 +10,7 @@
 #include <utility>
 
 #include "base/error.hpp"
-#include "base/json.hpp"
-#include "control/frame.hpp"
-#include "control/recorder.hpp"
+#include "control/cause.hpp"
 
 namespace pypipe {
 namespace {
@@ -58,46 +56,44 @@ void NcclWatchdog::run() noexcept {
 }
 
 void NcclWatchdog::look() {
-  if (!hub_.cause()) {
+  if (!hub_.has_failed()) {
     for (const auto& edge : edges_) {
       const std::optional<NcclEdge::Trouble> trouble = edge->watch(limit_);
       if (!trouble) continue;
-      if (trouble->overdue && hub_.somebody_is_busy(ranks_, limit_)) {
+      if (trouble->overdue && hub_.any_rank_is_busy(ranks_, limit_)) {
         edge->pardon();
         continue;
       }
       if (!trouble->overdue) {
-        hub_.abort(R"({"kind":"link","rank":)" + std::to_string(hub_.rank()) + R"(,"message":)" +
-                   quoted(trouble->what) + "}");
+        Cause cause;
+        cause.kind = CauseKind::link;
+        cause.rank = hub_.rank();
+        cause.message = trouble->what;
+        hub_.abort(cause);
         break;
       }
-      const std::string cause = overdue(trouble->what);
+      const Cause cause = overdue(trouble->what);
       if (!edge->watch(limit_)) continue;  // it has ended while the ranks were asked
       hub_.abort(cause);
       break;
     }
   }
-  if (hub_.cause()) {
+  if (hub_.has_failed()) {
     for (const auto& edge : edges_) edge->abort();
   }
 }
 
-std::string NcclWatchdog::overdue(const std::string& what) {
+Cause NcclWatchdog::overdue(const std::string& what) {
   Patience patience;
   patience.timeout = for_answers;
-  std::string text = R"({"kind":"overdue","rank":)" + std::to_string(hub_.rank()) + R"(,"ranks":)" +
-                     std::to_string(ranks_) + R"(,"seconds":)" +
-                     std::to_string(std::chrono::duration<double>(limit_).count()) + R"(,"message":)" + quoted(what) +
-                     R"(,"found":[)";
-  bool first = true;
-  for (const Hub::Answer& answer : hub_.ask(ranks_, patience)) {
-    const std::string status = to_json(answer.status);
-    if (text.size() + status.size() > abort_limit / 10 * 9)
-      break;  // a rank that is left out is one that nothing is known of
-    text += (first ? "[" : ",[") + status + (answer.silent ? ",true]" : ",false]");
-    first = false;
-  }
-  return text + "]}";
+  Cause cause;
+  cause.kind = CauseKind::overdue;
+  cause.rank = hub_.rank();
+  cause.ranks = static_cast<std::uint32_t>(ranks_);
+  cause.limit = static_cast<std::uint64_t>(limit_.count());
+  cause.message = what;
+  cause.reports = hub_.ask(ranks_, patience);
+  return cause;
 }
 
 void NcclWatchdog::close(const Patience& patience) {
@@ -107,7 +103,7 @@ void NcclWatchdog::close(const Patience& patience) {
   }
   wake_.notify_all();
   if (thread_.joinable()) thread_.join();
-  if (hub_.cause()) {
+  if (hub_.has_failed()) {
     for (const auto& edge : edges_) edge->abort();
     return;
   }
@@ -120,7 +116,7 @@ void NcclWatchdog::close(const Patience& patience) {
   for (const auto& edge : edges_) {
     Patience left = patience;
     left.interruption = [&] {  // what it throws ends the edge
-      if (interrupted || hub_.cause()) throw Error(Fault::aborted, "the pipeline has failed");
+      if (interrupted || hub_.has_failed()) throw Error(Fault::aborted, "the pipeline has failed");
       if (!patience.interruption) return;
       try {
         patience.interruption();

@@ -36,7 +36,7 @@ class NcclWatchdog {
  private:
   void run() noexcept;
   void look();
-  [[nodiscard]] std::string overdue(const std::string& what);
+  [[nodiscard]] Cause overdue(const std::string& what);
 
   Hub& hub_;
   const std::vector<std::shared_ptr<NcclEdge>> edges_;

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from pypipe import _core
 from pypipe.errors import MismatchError
+from pypipe.program import Kind
 from pypipe.runtime.diagnostics.checks import checksums, compare_checksums
 from pypipe.runtime.tensor_memory import memory_parts
 from pypipe.runtime.transport import trees
@@ -33,10 +34,11 @@ class Tag(NamedTuple):
     """What travels with a message, and is checked or used by the receiver."""
 
     stage: int  # the sender's
-    kind: int  # ord("F"), in eval() ord("f"), or ord("B")
+    kind: int  # the channel's Kind, by its order
     microbatch: int
     rows: int  # of this microbatch; 0 where the batch has none
     batch_rows: int
+    evaluates: bool = False  # whether it is sent in eval(), which ranks must not mix with step()
 
 
 class SendPort(Protocol):
@@ -110,11 +112,6 @@ class ReceivePort(Protocol):
         """Messages, bytes, layouts, allocations, slots, slot_bytes, alive, most_alive so far."""
 
 
-def _kinds(kind: int) -> tuple[int, int]:
-    """How messages of this kind say that they are of an eval(), and of a step()."""
-    return ord(chr(kind).lower()), ord(chr(kind).upper())
-
-
 class _Outgoing(NamedTuple):
     handle: Any
     strides: tuple[tuple[int, ...] | None, ...]
@@ -126,18 +123,18 @@ class SendChannel:
     Args:
         port: the link's end.
         stage: which one sends.
-        kind: ord("F") or ord("B").
+        kind: the channel's: F, B, or W for weights.
         checksum: whether one more tensor travels, with a checksum of each of the others.
     """
 
-    def __init__(self, port: SendPort, stage: int, kind: int, checksum: bool = False) -> None:
+    def __init__(self, port: SendPort, stage: int, kind: Kind, checksum: bool = False) -> None:
         self._checksum = checksum
         self._port = self.port = port
         self.has_room: Callable[[], bool] = port.has_room
         """Whether a message would be sent without a wait, as far as its link can tell."""
         self._stage = stage
-        self._kinds = _kinds(kind)
-        self._kind = kind
+        self._kind = kind.order
+        self._evaluates = False
         self._layouts: dict[trees.Description, _Outgoing] = {}
 
     @property
@@ -147,7 +144,7 @@ class SendChannel:
 
     def begin(self, *, training: bool) -> None:
         """Begins a step. Messages say whether it is one of step() or of eval(): ranks must not mix them."""
-        self._kind = self._kinds[training]
+        self._evaluates = not training
 
     def send(self, tree: Any, microbatch: int, rows: int, batch_rows: int, lender: Any = None) -> list[Tensor]:
         """Sends a tree and returns its tensors in the order in which the other end counts them.
@@ -162,7 +159,9 @@ class SendChannel:
         if len(tensors) == 1 and not self._checksum:  # the common case, without bookkeeping
             layout = self._layouts.get(description) or self._announce(description)
             only = trees.as_sent(tensors[0], layout.strides[0])
-            self._port.send(layout.handle, Tag(self._stage, self._kind, microbatch, rows, batch_rows), (only,))
+            self._port.send(
+                layout.handle, Tag(self._stage, self._kind, microbatch, rows, batch_rows, self._evaluates), (only,)
+            )
             return tensors
         sums: Tensor | None = None
         if self._checksum:
@@ -172,7 +171,9 @@ class SendChannel:
         sent = [trees.as_sent(tensor, strides) for tensor, strides in zip(tensors, layout.strides, strict=True)]
         if sums is not None:
             sums.copy_(torch.tensor(checksums(sent[:-1]), dtype=torch.int64))
-        self._port.send(layout.handle, Tag(self._stage, self._kind, microbatch, rows, batch_rows), sent)
+        self._port.send(
+            layout.handle, Tag(self._stage, self._kind, microbatch, rows, batch_rows, self._evaluates), sent
+        )
         return tensors if sums is None else tensors[:-1]
 
     def finish(self) -> None:
@@ -297,14 +298,15 @@ class ReceiveChannel:
         posts: whether post() does anything; where it does not, a slot's release is all that its sender waits for.
     """
 
-    def __init__(self, port: ReceivePort, source_stage: int, kind: int, checksum: bool = False) -> None:
+    def __init__(self, port: ReceivePort, source_stage: int, kind: Kind, checksum: bool = False) -> None:
         self._checksum = checksum
         self._port = self.port = port
         self.posts: bool = port.posts
         self.storages_apart: bool = port.storages_apart
         self._source_stage = source_stage
-        self._kinds = _kinds(kind)
-        self._kind = kind
+        self._kind_name = kind.label
+        self._kind = kind.order
+        self._evaluates = False
         self._layouts: dict[int, IncomingLayout] = {}
         self._arrivals = Arrivals(port)
         self.meshes: Meshes | None = None
@@ -318,7 +320,7 @@ class ReceiveChannel:
 
     def begin(self, *, training: bool) -> None:
         """Begins a step, whose messages must say of it what this says."""
-        self._kind = self._kinds[training]
+        self._evaluates = not training
         self._arrivals.begin(training=training)
 
     def post(self, microbatch: int) -> None:
@@ -327,7 +329,9 @@ class ReceiveChannel:
 
     def take(self, microbatch: int) -> None:
         """Waits for a message before it is used: its link carries it ahead of one that is used first."""
-        self._early[microbatch] = self._port.receive(Tag(self._source_stage, self._kind, microbatch, 0, 0))
+        self._early[microbatch] = self._port.receive(
+            Tag(self._source_stage, self._kind, microbatch, 0, 0, self._evaluates)
+        )
 
     def receive(self, microbatch: int, *, training: bool) -> Received:
         """Waits for the message of this microbatch.
@@ -340,7 +344,7 @@ class ReceiveChannel:
         arrivals.prepare()
         message = self._early.pop(microbatch, None) if self._early else None
         if message is None:
-            message = port.receive(Tag(self._source_stage, self._kind, microbatch, 0, 0))
+            message = port.receive(Tag(self._source_stage, self._kind, microbatch, 0, 0, self._evaluates))
         layout = self._layouts.get(message.layout)
         if layout is None:
             layout = self._learn(message)
@@ -348,7 +352,7 @@ class ReceiveChannel:
         if layout.is_tensor:
             return Received(port, message, tensors[0], tensors, leaves, arrivals.kept)
         if self._checksum:
-            action = f"{self._source_stage}SEND_{chr(self._kind).upper()}{microbatch}"
+            action = f"{self._source_stage}SEND_{self._kind_name}{microbatch}"
             compare_checksums(tensors[:-1], tensors[-1].tolist(), action)
         tree = trees.rebuild(layout.description, tensors, self.meshes)
         return Received(port, message, tree[0] if self._checksum else tree, tensors, leaves, arrivals.kept)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import json
 import os
 import sys
 import warnings
@@ -117,7 +116,7 @@ class Connection:
         """Tells the other ranks what ends this rank's part outside step() and eval()."""
         if not isinstance(error, SystemExit):
             doing = "a line of its own script, outside step() and eval()"
-            begun = int(json.loads(self.recorder.core.activity())["step"])
+            begun = self.recorder.core.status().step
             failure.report(self.hub, self.world.rank, None, error, doing, step=begun + 1)
 
     def close(self) -> None:
@@ -155,16 +154,15 @@ class Connection:
         held = [carrier.issue for carrier in carriers.values() if carrier.holds_back]
         self.issue = held[0] if held else None  # only NCCL's does
         for channel, link in links.items():
-            kind = ord(channel.kind.label)
             carrier, number, count = carriers.get(ways[link]), numbers[channel], slots[channel]
             if me not in _ends(link) or carrier is None:
                 continue
             if link.source_rank == me:
                 sender = carrier.send_port(link, number, count)
-                self.senders[channel] = SendChannel(sender, channel.source_stage, kind, self._checksum)
+                self.senders[channel] = SendChannel(sender, channel.source_stage, channel.kind, self._checksum)
             else:
                 receiver = carrier.receive_port(link, number, count)
-                self.receivers[channel] = ReceiveChannel(receiver, channel.source_stage, kind, self._checksum)
+                self.receivers[channel] = ReceiveChannel(receiver, channel.source_stage, channel.kind, self._checksum)
 
 
 def _ways(links: Iterable[Link], cards: Sequence[Card], checksum: bool) -> dict[Link, str]:

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pypipe import _core
+from pypipe.program import Kind
 from pypipe.runtime.transport.channels import ReceiveChannel, SendChannel
 from pypipe.runtime.transport.links.shm import CoreReceivePort, CoreSendPort
 from pypipe.runtime.transport.trees import TensorSpec
 
-FORWARD, BACKWARD = ord("F"), ord("B")
 PATIENCE = _core.Patience(20.0, 100)
 
 _ALL = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -226,8 +226,8 @@ class Pair:
         for number in range(channels):
             sender = _core.SendChannel(hubs[0], send_link, 1, number, slots)
             receiver = _core.ReceiveChannel(hubs[1], receive_link, 0, number, slots)
-            self.senders.append(SendChannel(CoreSendPort(sender, PATIENCE), number, FORWARD))
-            self.receivers.append(ReceiveChannel(CoreReceivePort(receiver, PATIENCE), number, FORWARD))
+            self.senders.append(SendChannel(CoreSendPort(sender, PATIENCE), number, Kind.F))
+            self.receivers.append(ReceiveChannel(CoreReceivePort(receiver, PATIENCE), number, Kind.F))
 
     @property
     def sender(self) -> SendChannel:

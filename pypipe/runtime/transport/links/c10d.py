@@ -11,7 +11,6 @@ Work, or with the script (runtime/works.py).
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 from collections import deque
@@ -93,7 +92,7 @@ class _Completion:
             with contextlib.suppress(_core.CoreError):
                 _let_hub_speak(route)
                 text = f"sending to rank {route.peer} through torch.distributed failed: {error}"
-                hub.abort(json.dumps({"kind": "link", "rank": hub.rank, "message": text[:10_000]}))
+                hub.abort(_core.Cause(_core.CauseKind.LINK, hub.rank, message=text))
 
     def wait(self, route: Route, what: str) -> None:
         """Waits, and raises what the hub knows rather than what the backend says where both fail."""
@@ -206,7 +205,7 @@ class C10dSendPort:
                 memory = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
                 buffer[offset : offset + memory.numel()].copy_(memory)
         envelope = _core.Envelope(
-            tag.stage, tag.kind, tag.microbatch, layout.id, layout.bytes, tag.rows, tag.batch_rows
+            tag.stage, tag.kind, tag.microbatch, layout.id, tag.evaluates, layout.bytes, tag.rows, tag.batch_rows
         )
         route.hub.send_envelope(route.peer, envelope, route.channel, route.patience)
         if layout.bytes:
@@ -317,7 +316,7 @@ class C10dReceivePort:
         """Waits for the message of this tag."""
         route = self._route
         envelope = route.hub.take_envelope(route.peer, route.channel, route.patience)
-        _core.check_tag(envelope, route.channel, tag.stage, tag.kind, tag.microbatch, route.peer)
+        _core.check_tag(envelope, route.channel, tag.stage, tag.kind, tag.microbatch, tag.evaluates, route.peer)
         if envelope.bytes > self._slot_bytes:
             self._grow(envelope.bytes)
         slot = _Slot(envelope, self._free.pop())

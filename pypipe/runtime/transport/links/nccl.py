@@ -74,6 +74,7 @@ class NcclSendPort:
             tag.stage,
             tag.kind,
             tag.microbatch,
+            tag.evaluates,
             tag.rows,
             tag.batch_rows,
             [tensor.data_ptr() for tensor in tensors],
@@ -122,7 +123,7 @@ class NcclReceivePort:
     def receive(self, tag: Tag) -> _core.Message:
         """The next message: waits for its announcement only; the current stream waits for its bytes."""
         stream = current_stream(self._device)
-        return self._channel.receive(tag.stage, tag.kind, tag.microbatch, stream, self._patience)
+        return self._channel.receive(tag.stage, tag.kind, tag.microbatch, tag.evaluates, stream, self._patience)
 
     def description(self, layout: int) -> str:
         """The announced description."""

@@ -49,6 +49,7 @@ class CoreSendPort:
             tag.stage,
             tag.kind,
             tag.microbatch,
+            tag.evaluates,
             tag.rows,
             tag.batch_rows,
             [tensor.data_ptr() for tensor in tensors],
@@ -81,7 +82,7 @@ class CoreReceivePort:
 
     def receive(self, tag: Tag) -> _core.Message:
         """Waits for the message."""
-        return self._channel.receive(tag.stage, tag.kind, tag.microbatch, _HOST, self._patience)
+        return self._channel.receive(tag.stage, tag.kind, tag.microbatch, tag.evaluates, _HOST, self._patience)
 
     def description(self, layout: int) -> str:
         """The announced description."""

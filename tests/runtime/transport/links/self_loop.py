@@ -22,8 +22,6 @@ from pypipe.runtime.step.stage_execution import StageExecution
 from pypipe.runtime.transport.channels import ReceiveChannel, SendChannel
 from pypipe.runtime.transport.links.nccl import Memory, NcclReceivePort, NcclSendPort
 
-FORWARD, BACKWARD = ord("F"), ord("B")
-
 
 class SelfLoop:
     """Two ends of a pipeline in one process, an edge from the process to itself, and channels over it."""
@@ -123,10 +121,10 @@ def _stages(loop: SelfLoop, modules: Sequence[Any], loss_fn: Any, n_microbatches
             loss=loss_fn,
             scale_grads=True,
             splits=False,
-            receive_forward=ReceiveChannel(forward[number - 1][1], number - 1, FORWARD) if number else None,
-            send_forward=SendChannel(forward[number][0], number, FORWARD) if number < last else None,
-            receive_backward=ReceiveChannel(backward[number][1], number + 1, BACKWARD) if number < last else None,
-            send_backward=SendChannel(backward[number - 1][0], number, BACKWARD) if number else None,
+            receive_forward=ReceiveChannel(forward[number - 1][1], number - 1, Kind.F) if number else None,
+            send_forward=SendChannel(forward[number][0], number, Kind.F) if number < last else None,
+            receive_backward=ReceiveChannel(backward[number][1], number + 1, Kind.B) if number < last else None,
+            send_backward=SendChannel(backward[number - 1][0], number, Kind.B) if number else None,
         )
         for number, module in enumerate(modules)
     ]
