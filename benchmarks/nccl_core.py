@@ -43,7 +43,7 @@ def main(path: str, messages: int, cuda_library: str, nccl_library: str) -> None
     assert spec is not None
     core: Any = importlib.util.module_from_spec(spec)
     loader.exec_module(core)
-    patience, kind = core.Patience(600.0), core.ActionKind.F.value
+    patience, kind = core.WaitPolicy(600.0), core.ActionKind.F.value
     hubs = core.Hub(0), core.Hub(1)
     for hub, end, peer in zip(hubs, socket.socketpair(), (1, 0), strict=True):
         end.setblocking(False)
@@ -54,7 +54,7 @@ def main(path: str, messages: int, cuda_library: str, nccl_library: str) -> None
     edges: dict[int, Any] = {}
 
     def join(rank: int) -> None:
-        edges[rank] = core.NcclEdge(cuda, nccl, unique_id, rank, core.NcclTraffic.ONE_WAY, "pypipe", 1, 4, patience)
+        edges[rank] = core.NcclEdge(cuda, nccl, unique_id, rank, core.NcclDirection.ONE_WAY, "pypipe", 1, 4, patience)
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
     for thread in threads:
@@ -63,8 +63,8 @@ def main(path: str, messages: int, cuda_library: str, nccl_library: str) -> None
         thread.join()
     send_link = core.NcclSendLink(hubs[0], 1, 0, edges[0], _Memory, None)
     receive_link = core.NcclReceiveLink(hubs[1], 0, 0, edges[1], _Memory, [(0, SLOTS)], None)
-    sender = core.SendChannel(hubs[0], send_link, 1, 0, SLOTS)
-    receiver = core.ReceiveChannel(hubs[1], receive_link, 0, 0, SLOTS)
+    sender = core.ChannelSender(hubs[0], send_link, 1, 0, SLOTS)
+    receiver = core.ChannelReceiver(hubs[1], receive_link, 0, 0, SLOTS)
     layout = sender.announce("{}", [BYTES], 0, patience)
     tensor, stream = _Memory(BYTES).data_ptr(), 0
     spent = {"send": [0.0, 0.0], "receive": [0.0, 0.0]}

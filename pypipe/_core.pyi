@@ -4,7 +4,7 @@ The C++ core of pypipe: control sockets, links and channels. Not a public interf
 from __future__ import annotations
 import collections.abc
 import typing
-__all__: list[str] = ['ActionEntry', 'ActionKind', 'Cause', 'CauseKind', 'CoreError', 'CudaLibrary', 'Envelope', 'Hub', 'LayoutAnnouncer', 'LayoutBook', 'Message', 'NcclEdge', 'NcclGroup', 'NcclLibrary', 'NcclReceiveLink', 'NcclSendLink', 'NcclTraffic', 'NcclWatchdog', 'PART_ALIGNMENT', 'Patience', 'RankReport', 'RankStatus', 'ReceiveChannel', 'ReceiveLink', 'RecordFile', 'Recorder', 'SendChannel', 'SendLayout', 'SendLink', 'ShmReceiveLink', 'ShmSendLink', 'check_tag', 'loaded_library', 'open_cuda', 'open_nccl', 'pack', 'read_record']
+__all__: list[str] = ['ActionEntry', 'ActionKind', 'ActionLog', 'Cause', 'CauseKind', 'ChannelReceiver', 'ChannelSender', 'CoreError', 'CudaLibrary', 'Envelope', 'Hub', 'LayoutAnnouncer', 'LayoutBook', 'Message', 'NcclDirection', 'NcclEdge', 'NcclGroup', 'NcclLibrary', 'NcclReceiveLink', 'NcclSendLink', 'NcclWatchdog', 'OutgoingLayout', 'PART_ALIGNMENT', 'RankReport', 'RankStatus', 'ReceiveLink', 'RecordFile', 'SendLink', 'ShmReceiveLink', 'ShmSendLink', 'WaitPolicy', 'check_tag', 'loaded_library', 'open_cuda', 'open_nccl', 'pack', 'read_record']
 class CoreError(RuntimeError):
     fault: typing.ClassVar[str] = ''
 class ActionKind:
@@ -81,9 +81,9 @@ class ActionKind:
     @property
     def value(self) -> int:
         ...
-class Patience:
+class WaitPolicy:
     """
-    How long (seconds) and how eagerly to wait: polls before parking, and seconds of more polls while waits are that short.
+    How long (seconds) to wait, how many polls come before parking, and for how many seconds to poll when a wait should be about to end.
     """
     def __init__(self, timeout: typing.SupportsFloat | typing.SupportsIndex, spins: typing.SupportsInt | typing.SupportsIndex = 0, longest_spin: typing.SupportsFloat | typing.SupportsIndex = 0.0) -> None:
         ...
@@ -188,7 +188,7 @@ class RankStatus:
         ...
 class RankReport:
     """
-    A status, and whether its rank was silent, so that its record tells.
+    A status, and whether its rank was silent, so that this is what its record says.
     """
     def __init__(self, status: RankStatus, silent: bool = False) -> None:
         ...
@@ -200,7 +200,7 @@ class RankReport:
         ...
 class CauseKind:
     """
-    What a pipeline failed of; see csrc/control/cause.hpp.
+    Why a pipeline failed; see csrc/control/cause.hpp.
     
     Members:
     
@@ -327,9 +327,9 @@ class Cause:
     @property
     def type(self) -> str:
         ...
-class Recorder:
+class ActionLog:
     """
-    A ring of what this rank did last; see csrc/control/recorder.hpp.
+    A ring of this rank's latest actions; see csrc/control/action_log.hpp.
     """
     def __init__(self, rank: typing.SupportsInt | typing.SupportsIndex, capacity: typing.SupportsInt | typing.SupportsIndex, path: str) -> None:
         ...
@@ -392,7 +392,7 @@ class Hub:
         """
         Takes over a connected, authenticated stream socket.
         """
-    def ask(self, ranks: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> list[RankReport]:
+    def ask(self, ranks: typing.SupportsInt | typing.SupportsIndex, policy: WaitPolicy) -> list[RankReport]:
         ...
     def cause(self) -> Cause | None:
         ...
@@ -404,19 +404,19 @@ class Hub:
         ...
     def leave(self) -> None:
         ...
-    def prolonging(self, patience: Patience, ranks: typing.SupportsInt | typing.SupportsIndex) -> Patience:
+    def prolonging(self, policy: WaitPolicy, ranks: typing.SupportsInt | typing.SupportsIndex) -> WaitPolicy:
         """
-        The same patience, prolonged for as long as a rank says that it is busy.
+        The same policy, but a timeout starts again while a rank says that it is busy.
         """
-    def send_envelope(self, peer: typing.SupportsInt | typing.SupportsIndex, envelope: Envelope, channel: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> None:
+    def send_envelope(self, peer: typing.SupportsInt | typing.SupportsIndex, envelope: Envelope, channel: typing.SupportsInt | typing.SupportsIndex, policy: WaitPolicy) -> None:
         ...
-    def set_recorder(self, recorder: Recorder) -> None:
+    def set_action_log(self, log: ActionLog) -> None:
         ...
-    def share_record(self, peer: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> None:
+    def share_record(self, peer: typing.SupportsInt | typing.SupportsIndex, policy: WaitPolicy) -> None:
         ...
     def start(self) -> None:
         ...
-    def take_envelope(self, peer: typing.SupportsInt | typing.SupportsIndex, channel: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> Envelope:
+    def take_envelope(self, peer: typing.SupportsInt | typing.SupportsIndex, channel: typing.SupportsInt | typing.SupportsIndex, policy: WaitPolicy) -> Envelope:
         ...
     @property
     def rank(self) -> int:
@@ -426,12 +426,12 @@ class SendLink:
 class ReceiveLink:
     pass
 class ShmSendLink(SendLink):
-    def __init__(self, hub: Hub, peer: typing.SupportsInt | typing.SupportsIndex, link: typing.SupportsInt | typing.SupportsIndex, capacity: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> None:
+    def __init__(self, hub: Hub, peer: typing.SupportsInt | typing.SupportsIndex, link: typing.SupportsInt | typing.SupportsIndex, capacity: typing.SupportsInt | typing.SupportsIndex, policy: WaitPolicy) -> None:
         ...
 class ShmReceiveLink(ReceiveLink):
-    def __init__(self, hub: Hub, peer: typing.SupportsInt | typing.SupportsIndex, link: typing.SupportsInt | typing.SupportsIndex, capacity: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> None:
+    def __init__(self, hub: Hub, peer: typing.SupportsInt | typing.SupportsIndex, link: typing.SupportsInt | typing.SupportsIndex, capacity: typing.SupportsInt | typing.SupportsIndex, policy: WaitPolicy) -> None:
         ...
-class SendLayout:
+class OutgoingLayout:
     @property
     def id(self) -> int:
         ...
@@ -467,30 +467,30 @@ class Message:
         """
         Bytes of the message.
         """
-class SendChannel:
+class ChannelSender:
     def __init__(self, hub: Hub, link: SendLink, peer: typing.SupportsInt | typing.SupportsIndex, channel: typing.SupportsInt | typing.SupportsIndex, slots: typing.SupportsInt | typing.SupportsIndex) -> None:
         ...
-    def announce(self, description: str, sizes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], forgotten: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> SendLayout:
+    def announce(self, description: str, sizes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], forgotten: typing.SupportsInt | typing.SupportsIndex, policy: WaitPolicy) -> OutgoingLayout:
         ...
     def finish(self, stream: typing.SupportsInt | typing.SupportsIndex) -> None:
         ...
     def has_room(self) -> bool:
         ...
-    def send(self, layout: SendLayout, stage: typing.SupportsInt | typing.SupportsIndex, kind: typing.SupportsInt | typing.SupportsIndex, microbatch: typing.SupportsInt | typing.SupportsIndex, evaluates: bool, rows: typing.SupportsInt | typing.SupportsIndex, batch_rows: typing.SupportsInt | typing.SupportsIndex, pointers: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], stream: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> int:
+    def send(self, layout: OutgoingLayout, stage: typing.SupportsInt | typing.SupportsIndex, kind: typing.SupportsInt | typing.SupportsIndex, microbatch: typing.SupportsInt | typing.SupportsIndex, evaluates: bool, rows: typing.SupportsInt | typing.SupportsIndex, batch_rows: typing.SupportsInt | typing.SupportsIndex, pointers: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], stream: typing.SupportsInt | typing.SupportsIndex, policy: WaitPolicy) -> int:
         ...
     def sent(self) -> int:
         ...
     @property
     def counters(self) -> dict[str, int]:
         ...
-class ReceiveChannel:
+class ChannelReceiver:
     def __init__(self, hub: Hub, link: ReceiveLink, peer: typing.SupportsInt | typing.SupportsIndex, channel: typing.SupportsInt | typing.SupportsIndex, slots: typing.SupportsInt | typing.SupportsIndex) -> None:
         ...
-    def description(self, layout: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> str:
+    def description(self, layout: typing.SupportsInt | typing.SupportsIndex, policy: WaitPolicy) -> str:
         ...
-    def post(self, stream: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> None:
+    def post(self, stream: typing.SupportsInt | typing.SupportsIndex, policy: WaitPolicy) -> None:
         ...
-    def receive(self, stage: typing.SupportsInt | typing.SupportsIndex, kind: typing.SupportsInt | typing.SupportsIndex, microbatch: typing.SupportsInt | typing.SupportsIndex, evaluates: bool, stream: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> Message:
+    def receive(self, stage: typing.SupportsInt | typing.SupportsIndex, kind: typing.SupportsInt | typing.SupportsIndex, microbatch: typing.SupportsInt | typing.SupportsIndex, evaluates: bool, stream: typing.SupportsInt | typing.SupportsIndex, policy: WaitPolicy) -> Message:
         ...
     def release(self, message: Message, stream: typing.SupportsInt | typing.SupportsIndex) -> None:
         ...
@@ -500,12 +500,12 @@ class ReceiveChannel:
 class LayoutAnnouncer:
     def __init__(self, hub: Hub, peer: typing.SupportsInt | typing.SupportsIndex, channel: typing.SupportsInt | typing.SupportsIndex) -> None:
         ...
-    def announce(self, description: str, bytes: typing.SupportsInt | typing.SupportsIndex, forgotten: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> int:
+    def announce(self, description: str, bytes: typing.SupportsInt | typing.SupportsIndex, forgotten: typing.SupportsInt | typing.SupportsIndex, policy: WaitPolicy) -> int:
         ...
 class LayoutBook:
     def __init__(self, hub: Hub, peer: typing.SupportsInt | typing.SupportsIndex, channel: typing.SupportsInt | typing.SupportsIndex) -> None:
         ...
-    def description(self, layout: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> str:
+    def description(self, layout: typing.SupportsInt | typing.SupportsIndex, policy: WaitPolicy) -> str:
         ...
     @property
     def received(self) -> int:
@@ -528,7 +528,7 @@ class NcclLibrary:
     """
     One copy of NCCL.
     """
-    def try_communicator(self, patience: Patience) -> None:
+    def try_communicator(self, policy: WaitPolicy) -> None:
         """
         Makes a communicator of one rank and takes it down. Raises CoreError with what NCCL says.
         """
@@ -545,9 +545,9 @@ class NcclLibrary:
     @property
     def version(self) -> int:
         ...
-class NcclTraffic:
+class NcclDirection:
     """
-    What goes through an edge.
+    Which way messages of an edge go.
     
     Members:
     
@@ -557,12 +557,12 @@ class NcclTraffic:
     
       TO_ITSELF
     """
-    BOTH_WAYS: typing.ClassVar[NcclTraffic]
-    ONE_WAY: typing.ClassVar[NcclTraffic]
-    TO_ITSELF: typing.ClassVar[NcclTraffic]
-    __members__: typing.ClassVar[dict[str, NcclTraffic]]
+    BOTH_WAYS: typing.ClassVar[NcclDirection]
+    ONE_WAY: typing.ClassVar[NcclDirection]
+    TO_ITSELF: typing.ClassVar[NcclDirection]
+    __members__: typing.ClassVar[dict[str, NcclDirection]]
     @typing.overload
-    def __eq__(self, other: NcclTraffic) -> bool:
+    def __eq__(self, other: NcclDirection) -> bool:
         ...
     @typing.overload
     def __eq__(self, other: typing.Any) -> bool:
@@ -578,7 +578,7 @@ class NcclTraffic:
     def __int__(self) -> int:
         ...
     @typing.overload
-    def __ne__(self, other: NcclTraffic) -> bool:
+    def __ne__(self, other: NcclDirection) -> bool:
         ...
     @typing.overload
     def __ne__(self, other: typing.Any) -> bool:
@@ -599,7 +599,7 @@ class NcclEdge:
     """
     One end of a communicator of two ranks.
     """
-    def __init__(self, cuda: CudaLibrary, nccl: NcclLibrary, unique_id: bytes, rank: typing.SupportsInt | typing.SupportsIndex, traffic: NcclTraffic, name: str, min_ctas: typing.SupportsInt | typing.SupportsIndex, max_ctas: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> None:
+    def __init__(self, cuda: CudaLibrary, nccl: NcclLibrary, unique_id: bytes, rank: typing.SupportsInt | typing.SupportsIndex, direction: NcclDirection, name: str, min_ctas: typing.SupportsInt | typing.SupportsIndex, max_ctas: typing.SupportsInt | typing.SupportsIndex, policy: WaitPolicy) -> None:
         """
         Joins the communicator and connects; returns when the other end has done so too.
         """
@@ -609,7 +609,7 @@ class NcclGroup:
     """
     def __init__(self) -> None:
         ...
-    def issue(self, patience: Patience) -> None:
+    def issue(self, policy: WaitPolicy) -> None:
         ...
 class NcclSendLink(SendLink):
     def __init__(self, hub: Hub, peer: typing.SupportsInt | typing.SupportsIndex, link: typing.SupportsInt | typing.SupportsIndex, edge: NcclEdge, allocate: collections.abc.Callable[[int], typing.Any], group: NcclGroup | None) -> None:
@@ -623,7 +623,7 @@ class NcclWatchdog:
     """
     def __init__(self, hub: Hub, edges: collections.abc.Sequence[NcclEdge], limit: typing.SupportsFloat | typing.SupportsIndex, ranks: typing.SupportsInt | typing.SupportsIndex) -> None:
         ...
-    def close(self, patience: Patience) -> None:
+    def close(self, policy: WaitPolicy) -> None:
         ...
 def check_tag(envelope: Envelope, channel: typing.SupportsInt | typing.SupportsIndex, stage: typing.SupportsInt | typing.SupportsIndex, kind: typing.SupportsInt | typing.SupportsIndex, microbatch: typing.SupportsInt | typing.SupportsIndex, evaluates: bool, peer: typing.SupportsInt | typing.SupportsIndex) -> None:
     ...

@@ -36,7 +36,7 @@ struct CauseHeader {
 };
 static_assert(sizeof(CauseHeader) == 72);
 
-[[noreturn]] void refuse_cause() { throw Error(Fault::protocol, "bytes that are no cause of a failure"); }
+[[noreturn]] void refuse_cause() { throw Error(Fault::protocol, "bytes that are not a valid cause of a failure"); }
 
 }  // namespace
 

@@ -81,7 +81,7 @@ std::optional<Frame> FrameReader::next() {
   const auto type = static_cast<FrameType>(header.type);
   const auto most = limit(type);
   if (header.magic != magic || header.reserved != 0 || !most) {
-    throw Error(Fault::protocol, "bytes that are no pypipe control frame");
+    throw Error(Fault::protocol, "bytes that are not a pypipe control frame");
   }
   if (header.bytes > *most) {
     throw Error(Fault::protocol, "a control frame announces " + std::to_string(header.bytes) + " bytes where at most " +

@@ -14,23 +14,23 @@ struct ActionEntry {
   std::uint32_t microbatch = 0;
   std::uint32_t step = 0;   // counts the steps of its rank, from 1
   std::uint64_t start = 0;  // nanoseconds of CLOCK_MONOTONIC
-  std::uint64_t ready = 0;  // when it had what it waited for; 0: not yet, or it waited for nothing
+  std::uint64_t ready = 0;  // when it had what it waited for; 0: not yet, or nothing to wait for
   std::uint64_t end = 0;    // 0: in progress
 };
 
 struct RankStatus {
   std::uint32_t rank = 0;
-  std::uint32_t step = 0;       // the latest one begun; 0: none
+  std::uint32_t step = 0;       // the latest step begun; 0: no step yet
   std::uint32_t running = 0;    // whether `now` is in progress
   std::uint32_t completed = 0;  // whether there is a `last`
   ActionEntry now;              // its times, and those of `last`, are nanoseconds ago; 0: not yet
   ActionEntry last;
-  std::uint64_t busy = 0;        // nanoseconds since it said that it is busy with `work`; 0: it is not
-  std::uint64_t busy_ended = 0;  // nanoseconds since it was last busy; 0: it never was
+  std::uint64_t busy = 0;        // nanoseconds since it began the work named in `work`; 0: not busy
+  std::uint64_t busy_ended = 0;  // nanoseconds since it was last busy; 0: never
   std::array<char, 96> work{};
 };
 
-// A status, and how it was learned.
+// A status, and where it comes from.
 struct RankReport {
   RankStatus status;
   std::uint32_t silent = 0;  // the rank did not answer; this is what its record says

@@ -11,9 +11,9 @@
 
 #include "base/error.hpp"
 #include "base/text.hpp"
+#include "control/action_log.hpp"
 #include "control/cause.hpp"
 #include "control/hub.hpp"
-#include "control/recorder.hpp"
 #include "link/slots.hpp"
 #include "python/register.hpp"
 
@@ -26,23 +26,23 @@ namespace {
 
 using Released = py::call_guard<py::gil_scoped_release>;
 
-void send_envelope(Hub& hub, int peer, Envelope envelope, std::uint32_t channel, const Patience& patience) {
+void send_envelope(Hub& hub, int peer, Envelope envelope, std::uint32_t channel, const WaitPolicy& policy) {
   envelope.channel = channel;
   hub.send(peer, FrameType::envelope, channel, 0,
-           std::string_view(reinterpret_cast<const char*>(&envelope), sizeof(envelope)), patience);
+           std::string_view(reinterpret_cast<const char*>(&envelope), sizeof(envelope)), policy);
 }
 
-Envelope take_envelope(Hub& hub, int peer, std::uint32_t channel, const Patience& patience) {
-  return envelope_of(hub.take(peer, FrameType::envelope, channel, patience));
+Envelope take_envelope(Hub& hub, int peer, std::uint32_t channel, const WaitPolicy& policy) {
+  return envelope_of(hub.take(peer, FrameType::envelope, channel, policy));
 }
 
-// A peer or a record may have written it: it need not be UTF-8.
+// Text of a peer or a record, which may not be UTF-8.
 py::str text(std::string_view bytes) {
   return py::reinterpret_steal<py::str>(
       PyUnicode_DecodeUTF8(bytes.data(), static_cast<py::ssize_t>(bytes.size()), "replace"));
 }
 
-// Any text can travel: a lone surrogate, as of a file's name, is written out.
+// Python's text as UTF-8. A lone surrogate, as in some file names, is written out.
 std::string utf8(const py::str& text) {
   const auto bytes =
       py::reinterpret_steal<py::bytes>(PyUnicode_AsEncodedString(text.ptr(), "utf-8", "backslashreplace"));
@@ -103,7 +103,8 @@ void register_status(py::module_& module) {
       .def_property_readonly(
           "busy_for", [](const RankStatus& status) { return static_cast<double>(status.busy) * nanosecond; },
           "Seconds.");
-  py::class_<RankReport>(module, "RankReport", "A status, and whether its rank was silent, so that its record tells.")
+  py::class_<RankReport>(module, "RankReport",
+                         "A status, and whether its rank was silent, so that this is what its record says.")
       .def(py::init([](const RankStatus& status, bool silent) { return RankReport{status, silent ? 1U : 0U, 0}; }),
            arg("status"), arg("silent") = false)
       .def_readonly("status", &RankReport::status)
@@ -111,7 +112,7 @@ void register_status(py::module_& module) {
 }
 
 void register_cause(py::module_& module) {
-  py::enum_<CauseKind>(module, "CauseKind", "What a pipeline failed of; see csrc/control/cause.hpp.")
+  py::enum_<CauseKind>(module, "CauseKind", "Why a pipeline failed; see csrc/control/cause.hpp.")
       .value("ERROR", CauseKind::error)
       .value("INTERRUPT", CauseKind::interrupt)
       .value("TIMEOUT", CauseKind::timeout)
@@ -176,31 +177,31 @@ void register_cause(py::module_& module) {
       .def("__hash__", [](const Cause& cause) { return std::hash<std::string>()(cause.encode()); });
 }
 
-void register_recorder(py::module_& module) {
-  py::class_<Recorder, std::shared_ptr<Recorder>>(module, "Recorder",
-                                                  "A ring of what this rank did last; see csrc/control/recorder.hpp.")
+void register_action_log(py::module_& module) {
+  py::class_<ActionLog, std::shared_ptr<ActionLog>>(
+      module, "ActionLog", "A ring of this rank's latest actions; see csrc/control/action_log.hpp.")
       .def(py::init<int, std::uint32_t, const std::string&>(), arg("rank"), arg("capacity"), arg("path"))
-      .def("step", &Recorder::step)
+      .def("step", &ActionLog::step)
       .def(
           "begin",
-          [](Recorder& recorder, std::uint64_t code) {
-            recorder.begin(static_cast<std::uint32_t>(code >> 40), static_cast<std::uint32_t>(code >> 32) & 0xff,
-                           static_cast<std::uint32_t>(code));
+          [](ActionLog& log, std::uint64_t code) {
+            log.begin(static_cast<std::uint32_t>(code >> 40), static_cast<std::uint32_t>(code >> 32) & 0xff,
+                      static_cast<std::uint32_t>(code));
           },
           arg("code"),
           "stage << 40 | kind << 32 | microbatch; ends the action before it. CoreError once this step has failed.")
-      .def("ready", &Recorder::ready)
-      .def("end", &Recorder::end)
-      .def("start_trace", &Recorder::start_trace, arg("capacity"))
-      .def("stop_trace", &Recorder::stop_trace)
-      .def("actions", &Recorder::actions)
-      .def("status", &Recorder::status)
-      .def("set_busy", &Recorder::set_busy, arg("work"))
+      .def("ready", &ActionLog::ready)
+      .def("end", &ActionLog::end)
+      .def("start_trace", &ActionLog::start_trace, arg("capacity"))
+      .def("stop_trace", &ActionLog::stop_trace)
+      .def("actions", &ActionLog::actions)
+      .def("status", &ActionLog::status)
+      .def("set_busy", &ActionLog::set_busy, arg("work"))
       .def(
           "set_cause",
-          [](Recorder& recorder, const Cause& cause, std::uint64_t step) { recorder.set_cause(cause.encode(), step); },
+          [](ActionLog& log, const Cause& cause, std::uint64_t step) { log.set_cause(cause.encode(), step); },
           arg("cause"), arg("step") = 0)
-      .def("discard", &Recorder::discard);
+      .def("discard", &ActionLog::discard);
 
   py::class_<RecordFile>(module, "RecordFile", "What a record file holds.")
       .def_readonly("rank", &RecordFile::rank)
@@ -237,7 +238,7 @@ void register_control(py::module_& module) {
 
   register_status(module);
   register_cause(module);
-  register_recorder(module);
+  register_action_log(module);
 
   py::class_<Hub>(module, "Hub", "The control sockets of one rank, and the thread that reads them.")
       .def(py::init<int>(), arg("rank"))
@@ -254,19 +255,19 @@ void register_control(py::module_& module) {
       .def("leave", &Hub::leave, Released())
       .def("departed", &Hub::departed)
       .def("abandon", &Hub::abandon)
-      .def("set_recorder", &Hub::set_recorder, arg("recorder"))
-      .def("share_record", &Hub::share_record, arg("peer"), arg("patience"), Released())
-      .def("ask", &Hub::ask, arg("ranks"), arg("patience"), Released())
+      .def("set_action_log", &Hub::set_action_log, arg("log"))
+      .def("share_record", &Hub::share_record, arg("peer"), arg("policy"), Released())
+      .def("ask", &Hub::ask, arg("ranks"), arg("policy"), Released())
       .def(
           "prolonging",
-          [](Hub& hub, Patience patience, std::size_t ranks) {
-            patience.prolong = [&hub, ranks, lately = patience.timeout] { return hub.any_rank_is_busy(ranks, lately); };
-            return patience;
+          [](Hub& hub, WaitPolicy policy, std::size_t ranks) {
+            policy.prolong = [&hub, ranks, lately = policy.timeout] { return hub.any_rank_is_busy(ranks, lately); };
+            return policy;
           },
-          arg("patience"), arg("ranks"), keep_alive<0, 1>(),
-          "The same patience, prolonged for as long as a rank says that it is busy.")
-      .def("send_envelope", &send_envelope, arg("peer"), arg("envelope"), arg("channel"), arg("patience"), Released())
-      .def("take_envelope", &take_envelope, arg("peer"), arg("channel"), arg("patience"), Released());
+          arg("policy"), arg("ranks"), keep_alive<0, 1>(),
+          "The same policy, but a timeout starts again while a rank says that it is busy.")
+      .def("send_envelope", &send_envelope, arg("peer"), arg("envelope"), arg("channel"), arg("policy"), Released())
+      .def("take_envelope", &take_envelope, arg("peer"), arg("channel"), arg("policy"), Released());
 }
 
 }  // namespace pypipe::python

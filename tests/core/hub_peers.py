@@ -16,7 +16,7 @@ import pytest
 from pypipe import _core
 
 LONG = 30.0
-PATIENCE = _core.Patience(LONG)
+PATIENCE = _core.WaitPolicy(LONG)
 HEADER = struct.Struct("=IHHIIQ")
 MAGIC = 0x31507950
 LAYOUT, MEMORY, ENVELOPE, ABORT, LEAVE = 1, 2, 3, 4, 5
@@ -140,7 +140,7 @@ def chain(size: int, kind: str = "unix", *, records: bool = False) -> list[Any]:
     """Hubs 0 - 1 - ... - size-1, each connected to the next; with records, so that they can answer questions."""
     hubs = [_core.Hub(rank) for rank in range(size)]
     for rank, hub in enumerate(hubs if records else []):
-        hub.set_recorder(_core.Recorder(rank, 16, ""))
+        hub.set_action_log(_core.ActionLog(rank, 16, ""))
     for left in range(size - 1):
         a, b = sockets(kind)
         hubs[left].add_peer(left + 1, a.detach())

@@ -283,7 +283,7 @@ def test_a_closed_hub_says_goodbye_once_and_refuses_to_send(neighbours: Neighbou
 def test_a_peer_that_does_not_read_costs_no_more_than_the_timeout(neighbours: Neighbours) -> None:
     def send_for_ever() -> None:
         while True:
-            neighbours.hub.send_envelope(0, envelope(), 1, _core.Patience(0.05))
+            neighbours.hub.send_envelope(0, envelope(), 1, _core.WaitPolicy(0.05))
 
     with pytest.raises(_core.CoreError) as caught:
         send_for_ever()
@@ -297,7 +297,7 @@ def test_frames_stay_whole_when_a_send_is_given_up(neighbours: Neighbours) -> No
 
     def announce_for_ever() -> None:
         while True:
-            announcer.announce("x" * 300_001, 64, 0, _core.Patience(0.05))
+            announcer.announce("x" * 300_001, 64, 0, _core.WaitPolicy(0.05))
 
     with pytest.raises(_core.CoreError):
         announce_for_ever()

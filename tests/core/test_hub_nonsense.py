@@ -31,20 +31,20 @@ from pypipe import _core
 
 LOST = _core.CauseKind.LOST
 NONSENSE: dict[str, tuple[bytes, str]] = {
-    "garbage": (os.urandom(4) + b"not a frame" * 9, "no pypipe control frame"),
-    "http": (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "no pypipe control frame"),
-    "zeros": (bytes(200), "no pypipe control frame"),
-    "a frame, then garbage": (frame(ENVELOPE, bytes(48)) + bytes(64), "no pypipe control frame"),
-    "an unknown type": (frame(9), "no pypipe control frame"),
-    "type 0": (frame(0), "no pypipe control frame"),
-    "a reserved field that is used": (HEADER.pack(MAGIC, LAYOUT, 1, 0, 0, 0), "no pypipe control frame"),
+    "garbage": (os.urandom(4) + b"not a frame" * 9, "not a pypipe control frame"),
+    "http": (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "not a pypipe control frame"),
+    "zeros": (bytes(200), "not a pypipe control frame"),
+    "a frame, then garbage": (frame(ENVELOPE, bytes(48)) + bytes(64), "not a pypipe control frame"),
+    "an unknown type": (frame(9), "not a pypipe control frame"),
+    "type 0": (frame(0), "not a pypipe control frame"),
+    "a reserved field that is used": (HEADER.pack(MAGIC, LAYOUT, 1, 0, 0, 0), "not a pypipe control frame"),
     "a layout of 4 GB": (frame(LAYOUT, length=0xFFFFFFFF), "at most 1048576"),
     "a layout one byte too long": (frame(LAYOUT, length=(1 << 20) + 1), "at most 1048576"),
     "an envelope too long": (frame(ENVELOPE, length=257), "at most 256"),
-    "a cause that is garbage": (frame(ABORT, b"\xff\xfe\x00garbage"), "no cause of a failure"),
-    "a cause that is cut off": (frame(ABORT, failure("why").encode()[:-1]), "no cause of a failure"),
-    "a cause with bytes after it": (frame(ABORT, failure("why").encode() + b"x"), "no cause of a failure"),
-    "an empty cause": (frame(ABORT), "no cause of a failure"),
+    "a cause that is garbage": (frame(ABORT, b"\xff\xfe\x00garbage"), "not a valid cause of a failure"),
+    "a cause that is cut off": (frame(ABORT, failure("why").encode()[:-1]), "not a valid cause of a failure"),
+    "a cause with bytes after it": (frame(ABORT, failure("why").encode() + b"x"), "not a valid cause of a failure"),
+    "an empty cause": (frame(ABORT), "not a valid cause of a failure"),
     "a cause too long": (frame(ABORT, length=(1 << 18) + 1), "at most 262144"),
     "a goodbye with a payload": (frame(LEAVE, b"x"), "at most 0"),
     "memory without a descriptor": (frame(MEMORY, bytes(16)), "without its descriptor"),
@@ -88,7 +88,7 @@ def test_a_hub_that_its_peer_declares_lost_learns_of_it_at_once() -> None:
     third.add_peer(1, neighbours.raw.detach())
     third.start()
     with pytest.raises(_core.CoreError) as caught:
-        third.take_envelope(1, 1, _core.Patience(3.0))
+        third.take_envelope(1, 1, _core.WaitPolicy(3.0))
     assert caught.value.fault == "aborted", caught.value
     third.close()
     neighbours.close()
@@ -131,7 +131,7 @@ def test_an_endless_stream_of_frames_for_one_channel_is_cut_off(neighbours: Neig
             neighbours.raw.sendall(frame(LAYOUT, bytes(1 << 20), 1))
     cause = cause_of(neighbours.hub, 2)
     assert (cause.kind, cause.rank) == (LOST, 0)
-    assert "nobody asked for" in cause.message
+    assert "not asked for" in cause.message
     assert resident() - before < 160 << 20
 
 

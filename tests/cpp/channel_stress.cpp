@@ -184,16 +184,16 @@ struct Route {
 };
 
 void produce(Hub& hub, int peer, const Route& route, std::vector<ChannelCounters>& counters) {
-  const Patience waiting = patience(std::chrono::seconds(60), route.spins);
+  const WaitPolicy waiting = policy(std::chrono::seconds(60), route.spins);
   ShmSendLink link(hub, peer, route.number, route.capacity(), waiting);
   struct Lane {
-    std::unique_ptr<SendChannel> channel;
+    std::unique_ptr<ChannelSender> channel;
     std::map<std::uint64_t, std::uint32_t> ids;
     std::uint64_t allocations_at_largest = 0;
   };
   std::vector<Lane> lanes(route.slots.size());
   for (std::size_t i = 0; i < lanes.size(); ++i) {
-    lanes[i].channel = std::make_unique<SendChannel>(hub, link, peer, route.channel(i), route.slots[i]);
+    lanes[i].channel = std::make_unique<ChannelSender>(hub, link, peer, route.channel(i), route.slots[i]);
   }
   Plan plan(route.seed, route.slots.size(), route.messages);
   Random random(route.seed + 1);
@@ -238,20 +238,20 @@ void produce(Hub& hub, int peer, const Route& route, std::vector<ChannelCounters
 }
 
 void consume(Hub& hub, int peer, const Route& route, std::vector<ChannelCounters>& counters) {
-  const Patience waiting = patience(std::chrono::seconds(60), route.spins);
+  const WaitPolicy waiting = policy(std::chrono::seconds(60), route.spins);
   ShmReceiveLink link(hub, peer, route.number, route.capacity(), waiting);
   struct Held {
     Step step;
     Slot slot;
   };
   struct Lane {
-    std::unique_ptr<ReceiveChannel> channel;
+    std::unique_ptr<ChannelReceiver> channel;
     std::vector<Held> held;
     std::size_t most_held = 0;
   };
   std::vector<Lane> lanes(route.slots.size());
   for (std::size_t i = 0; i < lanes.size(); ++i) {
-    lanes[i].channel = std::make_unique<ReceiveChannel>(hub, link, peer, route.channel(i), route.slots[i]);
+    lanes[i].channel = std::make_unique<ChannelReceiver>(hub, link, peer, route.channel(i), route.slots[i]);
   }
   Plan plan(route.seed, route.slots.size(), route.messages);
   Random random(route.seed + 2);

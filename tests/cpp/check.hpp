@@ -84,8 +84,8 @@ inline void begin(const char* section, unsigned seconds = 30) {
   ::alarm(seconds);
 }
 
-inline Patience patience(std::chrono::nanoseconds timeout = std::chrono::seconds(30), std::uint32_t spins = 0) {
-  Patience result;
+inline WaitPolicy policy(std::chrono::nanoseconds timeout = std::chrono::seconds(30), std::uint32_t spins = 0) {
+  WaitPolicy result;
   result.timeout = timeout;
   result.spins = spins;
   return result;

@@ -47,11 +47,11 @@ void frames(std::uint64_t seed, std::uint64_t count) {
           if (random.once_in(20)) {
             const Fd file(check_errno(::memfd_create("hub_stress", MFD_CLOEXEC), "memfd_create"));
             check(::write(file.get(), &i, sizeof(i)) == sizeof(i), "write");
-            hubs[static_cast<std::size_t>(from)]->send(1 - from, FrameType::memory, channel, i, {}, patience(),
+            hubs[static_cast<std::size_t>(from)]->send(1 - from, FrameType::memory, channel, i, {}, policy(),
                                                        file.get());
           }
           const std::string payload = text_of(key + i, size_of(random));
-          hubs[static_cast<std::size_t>(from)]->send(1 - from, FrameType::layout, channel, i, payload, patience());
+          hubs[static_cast<std::size_t>(from)]->send(1 - from, FrameType::layout, channel, i, payload, policy());
         }
       });
       threads.emplace_back([&, from, channel, key] {
@@ -59,12 +59,12 @@ void frames(std::uint64_t seed, std::uint64_t count) {
         Hub& hub = *hubs[static_cast<std::size_t>(1 - from)];
         for (std::uint64_t i = 0; i < count; ++i) {
           if (random.once_in(20)) {
-            const Frame frame = hub.take(from, FrameType::memory, channel, patience());
+            const Frame frame = hub.take(from, FrameType::memory, channel, policy());
             std::uint64_t inside = 0;
             check(::pread(frame.descriptor.get(), &inside, sizeof(inside), 0) == sizeof(inside), "pread");
             check(frame.value == i && inside == i, "a descriptor came with another frame");
           }
-          const Frame frame = hub.take(from, FrameType::layout, channel, patience());
+          const Frame frame = hub.take(from, FrameType::layout, channel, policy());
           check_equal(frame.value, i, "frames changed places");
           check(frame.payload == text_of(key + i, size_of(random)), "a payload was damaged");
         }
@@ -74,7 +74,7 @@ void frames(std::uint64_t seed, std::uint64_t count) {
   for (std::thread& thread : threads) thread.join();
   const WithTimeouts with_timeouts;
   expect(
-      Fault::timeout, [&] { (void)hubs[0]->take(1, FrameType::layout, 0, patience(std::chrono::milliseconds(20))); },
+      Fault::timeout, [&] { (void)hubs[0]->take(1, FrameType::layout, 0, policy(std::chrono::milliseconds(20))); },
       "no frame is left");
 }
 
@@ -94,7 +94,7 @@ struct Chain {
 
 // Waits for a hub's cause as a waiting thread would: by waiting.
 Cause cause_of(Hub& hub, int peer) {
-  (void)error_of([&] { (void)hub.take(peer, FrameType::envelope, 99, patience()); }, "the pipeline has failed");
+  (void)error_of([&] { (void)hub.take(peer, FrameType::envelope, 99, policy()); }, "the pipeline has failed");
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(30);
   while (!hub.cause()) {  // a peer that is gone is noticed a moment before the failure is
     check(std::chrono::steady_clock::now() < deadline, "a hub never learned the cause");
@@ -116,14 +116,13 @@ void aborts(std::uint64_t seed, std::uint64_t rounds) {
     for (const auto& [at, peer] : waits) {
       threads.emplace_back([&chain, at, peer] {
         expect(
-            Fault::aborted, [&] { (void)chain.hubs[at]->take(peer, FrameType::layout, 1, patience()); },
+            Fault::aborted, [&] { (void)chain.hubs[at]->take(peer, FrameType::layout, 1, policy()); },
             "a waiting take");
       });
     }
     threads.emplace_back([&] {
       expect(
-          Fault::aborted,
-          [&] { (void)await(bell, patience(), [] { return false; }, [&] { chain.hubs[1]->check(2); }); },
+          Fault::aborted, [&] { (void)await(bell, policy(), [] { return false; }, [&] { chain.hubs[1]->check(2); }); },
           "a waiting link");
     });
     Hub& origin = *chain.hubs[random.below(3)];
@@ -137,7 +136,7 @@ void aborts(std::uint64_t seed, std::uint64_t rounds) {
     check(cause == "first" || cause == "second", "another cause: " + cause);
     for (const auto& hub : chain.hubs) check(hub->cause()->message == cause, "causes differ: " + hub->cause()->message);
     expect(
-        Fault::aborted, [&] { chain.hubs[0]->send(1, FrameType::layout, 0, 0, {}, patience()); },
+        Fault::aborted, [&] { chain.hubs[0]->send(1, FrameType::layout, 0, 0, {}, policy()); },
         "sending after a failure");
     chain.hubs[1]->unwatch(bell);
   }
@@ -170,7 +169,7 @@ void death(std::uint64_t rounds) {
     end.start();
     const auto wait = [](Hub& hub, int peer) {
       const Error error =
-          error_of([&] { (void)hub.take(peer, FrameType::layout, 1, patience()); }, "waiting beside a death");
+          error_of([&] { (void)hub.take(peer, FrameType::layout, 1, policy()); }, "waiting beside a death");
       check(error.fault() == Fault::aborted || error.fault() == Fault::peer_gone, "another error at a death");
     };
     std::vector<std::thread> threads;
@@ -187,8 +186,8 @@ void death(std::uint64_t rounds) {
     for (Hub* hub : {&middle, &end}) {
       check_lost(cause_of(*hub, hub == &end ? 1 : 0), 0, 1);
     }
-    check(middle.take(0, FrameType::layout, 5, patience()).payload == "last", "a last frame was lost");
-    expect(Fault::aborted, [&] { (void)middle.take(0, FrameType::layout, 5, patience()); }, "no more frames");
+    check(middle.take(0, FrameType::layout, 5, policy()).payload == "last", "a last frame was lost");
+    expect(Fault::aborted, [&] { (void)middle.take(0, FrameType::layout, 5, policy()); }, "no more frames");
   }
 }
 
@@ -217,28 +216,28 @@ void leave(std::uint64_t rounds) {
     Chain chain;
     std::thread waiter([&] {
       expect(
-          Fault::peer_gone, [&] { (void)chain.hubs[1]->take(0, FrameType::layout, 1, patience()); },
+          Fault::peer_gone, [&] { (void)chain.hubs[1]->take(0, FrameType::layout, 1, policy()); },
           "waiting for one that leaves");
     });
     for (std::uint64_t i = 0; i < 20; ++i) {
-      chain.hubs[0]->send(1, FrameType::envelope, 2, i, text_of(i, 100), patience());
+      chain.hubs[0]->send(1, FrameType::envelope, 2, i, text_of(i, 100), policy());
     }
     chain.hubs[0]->close();
     waiter.join();
     for (std::uint64_t i = 0; i < 20; ++i) {
-      const Frame frame = chain.hubs[1]->take(0, FrameType::envelope, 2, patience());
+      const Frame frame = chain.hubs[1]->take(0, FrameType::envelope, 2, policy());
       check(frame.value == i && frame.payload == text_of(i, 100), "a frame sent before the leave was damaged");
     }
     expect(
-        Fault::peer_gone, [&] { (void)chain.hubs[1]->take(0, FrameType::envelope, 2, patience()); },
+        Fault::peer_gone, [&] { (void)chain.hubs[1]->take(0, FrameType::envelope, 2, policy()); },
         "nothing more comes");
     expect(
-        Fault::peer_gone, [&] { chain.hubs[1]->send(0, FrameType::envelope, 2, 0, {}, patience()); },
+        Fault::peer_gone, [&] { chain.hubs[1]->send(0, FrameType::envelope, 2, 0, {}, policy()); },
         "sending to one that left");
     check(!chain.hubs[1]->cause() && !chain.hubs[2]->cause(), "a leave counted as a failure");
     // The others go on.
-    chain.hubs[2]->send(1, FrameType::envelope, 3, 4, "still here", patience());
-    check(chain.hubs[1]->take(2, FrameType::envelope, 3, patience()).payload == "still here", "the chain broke");
+    chain.hubs[2]->send(1, FrameType::envelope, 3, 4, "still here", policy());
+    check(chain.hubs[1]->take(2, FrameType::envelope, 3, policy()).payload == "still here", "the chain broke");
     chain.hubs[2]->abort(failure("later"));
     check(cause_of(*chain.hubs[1], 2).message == "later", "no failure after a leave");
     for (const auto& hub : chain.hubs) hub->close();
@@ -257,17 +256,17 @@ void close_while_waiting(std::uint64_t rounds) {
     Doorbell bell;
     left.watch(bell);
     std::thread taker([&] {
-      expect(Fault::peer_gone, [&] { (void)left.take(1, FrameType::layout, 1, patience()); }, "take() beside close()");
+      expect(Fault::peer_gone, [&] { (void)left.take(1, FrameType::layout, 1, policy()); }, "take() beside close()");
     });
     std::thread link([&] {
       expect(
-          Fault::peer_gone, [&] { (void)await(bell, patience(), [] { return false; }, [&] { left.check(1); }); },
+          Fault::peer_gone, [&] { (void)await(bell, policy(), [] { return false; }, [&] { left.check(1); }); },
           "a link beside close()");
     });
     std::thread sender([&] {  // whenever it happens, it is an error and not a crash
       (void)error_of(
           [&] {
-            for (;;) left.send(1, FrameType::envelope, 1, 0, "x", patience());
+            for (;;) left.send(1, FrameType::envelope, 1, 0, "x", policy());
           },
           "send() beside close()");
     });
@@ -275,7 +274,7 @@ void close_while_waiting(std::uint64_t rounds) {
       expect(
           Fault::peer_gone,
           [&] {
-            for (;;) (void)right.take(0, FrameType::envelope, 1, patience());
+            for (;;) (void)right.take(0, FrameType::envelope, 1, policy());
           },
           "the other end of close()");
     });
@@ -300,7 +299,7 @@ struct Deaf {
     hub.start();
   }
   // Sends until the socket is full and somebody is stuck in the middle of a frame.
-  void fill(const Patience& waiting) {
+  void fill(const WaitPolicy& waiting) {
     const std::string payload(*limit(FrameType::layout), 'x');
     for (;;) hub.send(1, FrameType::layout, 1, 0, payload, waiting);
   }
@@ -323,23 +322,23 @@ struct Deaf {
 
 void full_socket() {
   Deaf timed;
-  expect(Fault::timeout, [&] { timed.fill(patience(std::chrono::milliseconds(100))); }, "a peer that does not read");
+  expect(Fault::timeout, [&] { timed.fill(policy(std::chrono::milliseconds(100))); }, "a peer that does not read");
 
   Deaf interrupted;
-  Patience with_interruption = patience();
+  WaitPolicy with_interruption = policy();
   with_interruption.interruption = [] { throw Error(Fault::usage, "interrupted"); };
   expect(Fault::usage, [&] { interrupted.fill(with_interruption); }, "Ctrl-C while the socket is full");
 
   // Farewells take no longer than they may, whatever other threads have in mind.
   const auto soon = std::chrono::steady_clock::now() + std::chrono::seconds(20);
   Deaf closed;
-  std::thread first([&] { (void)error_of([&] { closed.fill(patience(std::chrono::minutes(5))); }, "close()"); });
+  std::thread first([&] { (void)error_of([&] { closed.fill(policy(std::chrono::minutes(5))); }, "close()"); });
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
   closed.hub.close();
   first.join();
   Deaf aborted;
   std::thread second(
-      [&] { expect(Fault::aborted, [&] { aborted.fill(patience(std::chrono::minutes(5))); }, "abort()"); });
+      [&] { expect(Fault::aborted, [&] { aborted.fill(policy(std::chrono::minutes(5))); }, "abort()"); });
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
   aborted.hub.abort(failure("cause"));
   second.join();
@@ -351,7 +350,7 @@ void full_socket() {
 void abort_behind_a_large_frame(std::uint64_t rounds) {
   for (std::uint64_t round = 0; round < rounds; ++round) {
     Deaf slow;
-    std::thread sender([&] { (void)error_of([&] { slow.fill(patience()); }, "a sender beside abort()"); });
+    std::thread sender([&] { (void)error_of([&] { slow.fill(policy()); }, "a sender beside abort()"); });
     std::this_thread::sleep_for(std::chrono::milliseconds(5));  // most probably it is in the middle of a frame now
     std::vector<Frame> frames;
     std::thread reader([&] {
@@ -377,12 +376,12 @@ void abort_behind_a_large_frame(std::uint64_t rounds) {
 // After a send that gave up in the middle of a frame, nothing that follows may be taken for the rest of it.
 void nothing_after_half_a_frame() {
   Deaf slow;
-  expect(Fault::timeout, [&] { slow.fill(patience(std::chrono::milliseconds(50))); }, "a peer that does not read");
+  expect(Fault::timeout, [&] { slow.fill(policy(std::chrono::milliseconds(50))); }, "a peer that does not read");
   std::vector<Frame> frames;
   std::thread reader([&] { frames = slow.read_all(); });
   for (std::uint64_t i = 0; i < 40; ++i) {
     try {
-      slow.hub.send(1, FrameType::layout, 2, i, std::string(100'000, 'y'), patience(std::chrono::seconds(5)));
+      slow.hub.send(1, FrameType::layout, 2, i, std::string(100'000, 'y'), policy(std::chrono::seconds(5)));
     } catch (const Error&) {  // best: the connection counts as broken
       break;
     }
@@ -411,14 +410,14 @@ void fork_and_die() {
     auto* hub = new Hub(1);  // the process dies with it
     hub->add_peer(0, std::move(theirs));
     hub->start();
-    (void)hub->take(0, FrameType::envelope, 0, patience());
+    (void)hub->take(0, FrameType::envelope, 0, policy());
     if (check_errno(::fork(), "fork") == 0) {
       hub->abandon();
       char byte = 0;
       (void)!::read(end[0], &byte, 1);  // until the test is over
       std::_Exit(0);
     }
-    hub->send(0, FrameType::envelope, 0, 0, "forked", patience());
+    hub->send(0, FrameType::envelope, 0, 0, "forked", policy());
     std::_Exit(0);
   }
   theirs.reset();
@@ -426,8 +425,8 @@ void fork_and_die() {
   Hub hub(0);
   hub.add_peer(1, std::move(mine));
   hub.start();
-  hub.send(1, FrameType::envelope, 0, 0, "fork", patience());
-  check(hub.take(1, FrameType::envelope, 0, patience()).payload == "forked", "no answer");
+  hub.send(1, FrameType::envelope, 0, 0, "fork", policy());
+  check(hub.take(1, FrameType::envelope, 0, policy()).payload == "forked", "no answer");
   check_lost(cause_of(hub, 1), 1, 0);
   int status = 0;
   check_errno(::waitpid(rank, &status, 0), "waitpid");

@@ -24,20 +24,20 @@ struct Ends {
     join(left, right);
     left.start();
     right.start();
-    sender = std::make_unique<ShmSendLink>(left, 1, 0, slots, patience());
-    receiver = std::make_unique<ShmReceiveLink>(right, 0, 0, slots, patience());
-    sender->reserve(channel, slots, 4096, patience());
+    sender = std::make_unique<ShmSendLink>(left, 1, 0, slots, policy());
+    receiver = std::make_unique<ShmReceiveLink>(right, 0, 0, slots, policy());
+    sender->reserve(channel, slots, 4096, policy());
   }
-  void send(std::uint32_t microbatch, std::uint64_t bytes = 8, const Patience& waiting = patience()) const {
+  void send(std::uint32_t microbatch, std::uint64_t bytes = 8, const WaitPolicy& waiting = policy()) const {
     const std::vector<std::byte> data(bytes, static_cast<std::byte>(microbatch));
     Envelope envelope{channel, 1, forward, microbatch, 1, 0, bytes, 0, 0};
     const Part part{data.data(), data.size(), 0};
-    Habit habit;
-    sender->send(envelope, std::span(&part, 1), Stream{}, waiting, habit);
+    WaitHistory history;
+    sender->send(envelope, std::span(&part, 1), Stream{}, waiting, history);
   }
-  [[nodiscard]] Arrival receive(const Patience& waiting = patience()) const {
-    Habit habit;
-    return receiver->receive(Stream{}, waiting, habit);
+  [[nodiscard]] Arrival receive(const WaitPolicy& waiting = policy()) const {
+    WaitHistory history;
+    return receiver->receive(Stream{}, waiting, history);
   }
   Hub left{0};
   Hub right{1};
@@ -45,7 +45,7 @@ struct Ends {
   std::unique_ptr<ShmReceiveLink> receiver;
 };
 
-const Patience moment = patience(std::chrono::milliseconds(50));
+const WaitPolicy moment = policy(std::chrono::milliseconds(50));
 
 void waits() {
   const WithTimeouts with_timeouts;
@@ -72,7 +72,7 @@ void outlived() {
     const Ends ends(2);
     ends.send(5, 4096);
     kept = ends.receive();
-    ends.sender->reserve(channel, 2, 100'000, patience());
+    ends.sender->reserve(channel, 2, 100'000, policy());
     ends.send(6, 100'000);
     const Arrival larger = ends.receive();
     check(larger.slot.generation == 2 && larger.slot.bytes >= 100'000, "slots did not grow");
@@ -162,8 +162,8 @@ void other_capacity() {
   join(left, right);
   left.start();
   right.start();
-  const ShmSendLink sender(left, 1, 0, 4, patience());
-  expect(Fault::protocol, [&] { const ShmReceiveLink receiver(right, 0, 0, 5, patience()); }, "another capacity");
+  const ShmSendLink sender(left, 1, 0, 4, policy());
+  expect(Fault::protocol, [&] { const ShmReceiveLink receiver(right, 0, 0, 5, policy()); }, "another capacity");
 }
 
 // Tags and layouts, as the channel checks them.
@@ -173,20 +173,20 @@ void tags() {
   join(left, right);
   left.start();
   right.start();
-  ShmSendLink send_link(left, 1, 0, 8, patience());
-  ShmReceiveLink receive_link(right, 0, 0, 8, patience());
-  SendChannel sender(left, send_link, 1, channel, 8);
-  ReceiveChannel receiver(right, receive_link, 0, channel, 8);
-  const std::uint32_t layout = sender.announce("eight bytes", 8, 0, patience());
+  ShmSendLink send_link(left, 1, 0, 8, policy());
+  ShmReceiveLink receive_link(right, 0, 0, 8, policy());
+  ChannelSender sender(left, send_link, 1, channel, 8);
+  ChannelReceiver receiver(right, receive_link, 0, channel, 8);
+  const std::uint32_t layout = sender.announce("eight bytes", 8, 0, policy());
   const std::uint64_t data = 42;
   const auto send = [&](std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch, std::uint32_t id,
                         std::size_t bytes) {
     const Part part{&data, bytes, 0};
-    sender.send(Envelope{0, stage, kind, microbatch, id, 0, 0, 0, 0}, std::span(&part, 1), Stream{}, patience());
+    sender.send(Envelope{0, stage, kind, microbatch, id, 0, 0, 0, 0}, std::span(&part, 1), Stream{}, policy());
   };
   send(2, forward, 7, layout, 8);
   const Error other =
-      error_of([&] { (void)receiver.receive(MessageTag{2, ActionKind::F, 8, false}, Stream{}, patience()); },
+      error_of([&] { (void)receiver.receive(MessageTag{2, ActionKind::F, 8, false}, Stream{}, policy()); },
                "another microbatch");
   check(other.fault() == Fault::mismatch, "another microbatch is a mismatch");
   const std::string text = other.what();
@@ -194,28 +194,28 @@ void tags() {
         "a mismatch names both sides: " + text);
   send(2, backward, 7, layout, 8);
   expect(
-      Fault::mismatch, [&] { (void)receiver.receive(MessageTag{2, ActionKind::F, 7, false}, Stream{}, patience()); },
+      Fault::mismatch, [&] { (void)receiver.receive(MessageTag{2, ActionKind::F, 7, false}, Stream{}, policy()); },
       "another kind");
-  sender.send(Envelope{0, 2, forward, 7, layout, 1, 0, 0, 0}, {}, Stream{}, patience());
+  sender.send(Envelope{0, 2, forward, 7, layout, 1, 0, 0, 0}, {}, Stream{}, policy());
   const Error mode =
-      error_of([&] { (void)receiver.receive(MessageTag{2, ActionKind::F, 7, false}, Stream{}, patience()); },
+      error_of([&] { (void)receiver.receive(MessageTag{2, ActionKind::F, 7, false}, Stream{}, policy()); },
                "a message of an eval()");
   check(std::string(mode.what()).find("the other eval()") != std::string::npos, mode.what());
   send(2, 77, 7, layout, 8);
   const Error strange =
-      error_of([&] { (void)receiver.receive(MessageTag{2, ActionKind::F, 7, false}, Stream{}, patience()); },
+      error_of([&] { (void)receiver.receive(MessageTag{2, ActionKind::F, 7, false}, Stream{}, policy()); },
                "a kind that does not exist");
   check(std::string(strange.what()).find("2SEND_(kind 77)7") != std::string::npos, strange.what());
   send(2, forward, 7, layout, 4);
   expect(
-      Fault::mismatch, [&] { (void)receiver.receive(MessageTag{2, ActionKind::F, 7, false}, Stream{}, patience()); },
+      Fault::mismatch, [&] { (void)receiver.receive(MessageTag{2, ActionKind::F, 7, false}, Stream{}, policy()); },
       "too few bytes");
   send(2, forward, 7, layout + 1, 8);
-  (void)sender.announce("a later layout", 8, 0, patience());
-  (void)sender.announce("the latest layout", 8, 0, patience());
-  Habit habit;
-  const Arrival arrival = receive_link.receive(Stream{}, patience(), habit);
-  check(receiver.layout(arrival.envelope.layout, patience()).description == "a later layout", "another layout");
+  (void)sender.announce("a later layout", 8, 0, policy());
+  (void)sender.announce("the latest layout", 8, 0, policy());
+  WaitHistory history;
+  const Arrival arrival = receive_link.receive(Stream{}, policy(), history);
+  check(receiver.layout(arrival.envelope.layout, policy()).description == "a later layout", "another layout");
 }
 
 // A layout that was never announced, or forgotten, is an error at once and not a wait.
@@ -227,35 +227,35 @@ void unknown_layouts() {
   right.start();
   LayoutAnnouncer announcer(left, 1, channel);
   LayoutBook book(right, 0, channel);
-  const std::uint32_t first = announcer.announce("first", 8, 0, patience());
-  const std::uint32_t second = announcer.announce("second", 8, first, patience());
-  check(book.find(second, patience()).description == "second", "another layout");
+  const std::uint32_t first = announcer.announce("first", 8, 0, policy());
+  const std::uint32_t second = announcer.announce("second", 8, first, policy());
+  check(book.find(second, policy()).description == "second", "another layout");
   check_equal(book.received(), 2U, "layouts received");
-  expect(Fault::protocol, [&] { (void)book.find(first, patience()); }, "a layout that was forgotten");
-  (void)announcer.announce("third", 8, 0, patience());
-  expect(Fault::protocol, [&] { (void)book.find(0, patience()); }, "layout 0");
+  expect(Fault::protocol, [&] { (void)book.find(first, policy()); }, "a layout that was forgotten");
+  (void)announcer.announce("third", 8, 0, policy());
+  expect(Fault::protocol, [&] { (void)book.find(0, policy()); }, "layout 0");
   expect(
-      Fault::usage, [&] { (void)announcer.announce(std::string(std::size_t{1} << 20, 'x'), 8, 0, patience()); },
+      Fault::usage, [&] { (void)announcer.announce(std::string(std::size_t{1} << 20, 'x'), 8, 0, policy()); },
       "a description over the limit");
-  const std::uint32_t fourth = announcer.announce("fourth", 8, 0, patience());
-  check(book.find(fourth, patience()).description == "fourth", "a refused announcement spoils the next");
+  const std::uint32_t fourth = announcer.announce("fourth", 8, 0, policy());
+  check(book.find(fourth, policy()).description == "fourth", "a refused announcement spoils the next");
 }
 
 // A wait that is foreseen: it sleeps, polls when the end should come, and sleeps again.
 void foreseen_waits() {
   Doorbell bell;
-  Patience waiting = patience(std::chrono::milliseconds(20));
+  WaitPolicy waiting = policy(std::chrono::milliseconds(20));
   waiting.longest_spin = std::chrono::microseconds(200);
-  Habit habit;
+  WaitHistory history;
   const auto foresee = [&](std::chrono::milliseconds length) {
-    for (int wait = 0; wait < 2; ++wait) habit.note(length, waiting.longest_spin);
+    for (int wait = 0; wait < 2; ++wait) history.note(length, waiting.longest_spin);
   };
   {
     const WithTimeouts timeouts;
     foresee(std::chrono::milliseconds(1));
-    check(!await(bell, waiting, habit, [] { return false; }, [] {}), "a wait ended without what it was for");
+    check(!await(bell, waiting, history, [] { return false; }, [] {}), "a wait ended without what it was for");
     foresee(std::chrono::hours(1));
-    check(!await(bell, waiting, habit, [] { return false; }, [] {}), "a timeout was slept through");
+    check(!await(bell, waiting, history, [] { return false; }, [] {}), "a timeout was slept through");
   }
   check_equal(bell.sleepers.load(), 0U, "sleepers that are left");
   foresee(std::chrono::hours(1));
@@ -265,7 +265,7 @@ void foreseen_waits() {
     there.store(true, std::memory_order_release);
     notify(bell);
   });
-  check(await(bell, waiting, habit, [&] { return there.load(std::memory_order_acquire); }, [] {}), "it never came");
+  check(await(bell, waiting, history, [&] { return there.load(std::memory_order_acquire); }, [] {}), "it never came");
   other.join();
 }
 

@@ -37,7 +37,7 @@ def die():
 def wait_until_rank_0_waits():  # so that what it says is the same each time
     hub, place = schedule._pipeline._running.connection.hub, None
     while place != (pypipe.program.Kind.B.order, 1):
-        reports = hub.ask(2, pypipe._core.Patience(1.0))
+        reports = hub.ask(2, pypipe._core.WaitPolicy(1.0))
         now = next((report.status.now for report in reports if report.status.rank == 0), None)
         place = now and (now.kind, now.microbatch)
 

@@ -48,7 +48,7 @@ void NcclWatchdog::run() noexcept {
     lock.unlock();
     try {
       look();
-    } catch (...) {  // NOLINT(bugprone-empty-catch): no memory for a message, which the next look may have
+    } catch (...) {  // NOLINT(bugprone-empty-catch): no memory for a message; the next look may have it
     }
     lock.lock();
     wake_.wait_for(lock, period, [this] { return closing_; });
@@ -58,22 +58,22 @@ void NcclWatchdog::run() noexcept {
 void NcclWatchdog::look() {
   if (!hub_.has_failed()) {
     for (const auto& edge : edges_) {
-      const std::optional<NcclEdge::Trouble> trouble = edge->watch(limit_);
-      if (!trouble) continue;
-      if (trouble->overdue && hub_.any_rank_is_busy(ranks_, limit_)) {
-        edge->pardon();
+      const std::optional<NcclEdge::Problem> problem = edge->watch(limit_);
+      if (!problem) continue;
+      if (problem->overdue && hub_.any_rank_is_busy(ranks_, limit_)) {
+        edge->restart_timer();
         continue;
       }
-      if (!trouble->overdue) {
+      if (!problem->overdue) {
         Cause cause;
         cause.kind = CauseKind::link;
         cause.rank = hub_.rank();
-        cause.message = trouble->what;
+        cause.message = problem->what;
         hub_.abort(cause);
         break;
       }
-      const Cause cause = overdue(trouble->what);
-      if (!edge->watch(limit_)) continue;  // it has ended while the ranks were asked
+      const Cause cause = overdue(problem->what);
+      if (!edge->watch(limit_)) continue;  // it ended while the ranks were asked
       hub_.abort(cause);
       break;
     }
@@ -84,19 +84,19 @@ void NcclWatchdog::look() {
 }
 
 Cause NcclWatchdog::overdue(const std::string& what) {
-  Patience patience;
-  patience.timeout = for_answers;
+  WaitPolicy policy;
+  policy.timeout = for_answers;
   Cause cause;
   cause.kind = CauseKind::overdue;
   cause.rank = hub_.rank();
   cause.ranks = static_cast<std::uint32_t>(ranks_);
   cause.limit = static_cast<std::uint64_t>(limit_.count());
   cause.message = what;
-  cause.reports = hub_.ask(ranks_, patience);
+  cause.reports = hub_.ask(ranks_, policy);
   return cause;
 }
 
-void NcclWatchdog::close(const Patience& patience) {
+void NcclWatchdog::close(const WaitPolicy& policy) {
   {
     const std::scoped_lock lock(mutex_);
     closing_ = true;
@@ -107,19 +107,19 @@ void NcclWatchdog::close(const Patience& patience) {
     for (const auto& edge : edges_) edge->abort();
     return;
   }
-  // In whatever order the ranks come here: each tells all its peers before it waits for any. To those that still need
-  // this rank it is the hub that tells it; they fail, and then there is nothing to wait for.
+  // Ranks come here in any order, so each tells all its peers before it waits for any of them. The hub tells those that
+  // still need this rank; they fail, and then there is nothing to wait for.
   hub_.leave();
   for (const auto& edge : edges_) edge->begin_close();
-  const auto deadline = std::chrono::steady_clock::now() + patience.timeout;
+  const auto deadline = std::chrono::steady_clock::now() + policy.timeout;
   std::exception_ptr interrupted;
   for (const auto& edge : edges_) {
-    Patience left = patience;
+    WaitPolicy left = policy;
     left.interruption = [&] {  // what it throws ends the edge
       if (interrupted || hub_.has_failed()) throw Error(Fault::aborted, "the pipeline has failed");
-      if (!patience.interruption) return;
+      if (!policy.interruption) return;
       try {
-        patience.interruption();
+        policy.interruption();
       } catch (...) {
         interrupted = std::current_exception();
         throw;

@@ -1,7 +1,7 @@
 """What a rank did last: a ring of its latest actions, fed by the executor, always on.
 
 The ring belongs to the core, so that the control sockets' thread can tell other ranks of it while this rank computes,
-sleeps or is stuck (csrc/control/recorder.hpp has its layout and its protocol). With PYPIPE_RECORD_DIR it lies in a
+sleeps or is stuck (csrc/control/action_log.hpp has its layout and its protocol). With PYPIPE_RECORD_DIR it lies in a
 file there, which stays when the pipeline fails or the process is killed; `pypipe show --record` reads it.
 """
 
@@ -64,7 +64,7 @@ class Recorder:
     """
 
     def __init__(self, rank: int, capacity: int = CAPACITY, path: str = "") -> None:
-        self.core = _core.Recorder(rank, capacity, path)
+        self.core = _core.ActionLog(rank, capacity, path)
 
     def actions(self) -> list[ActionRecord]:
         """The latest actions, the oldest first; the last one may be in progress."""

@@ -30,7 +30,7 @@ class Known(NamedTuple):
 
 def survey(hub: _core.Hub, size: int) -> dict[int, Known]:
     """Asks every rank what it is doing; waits a second at most. Ranks that nothing is known of are missing."""
-    found = known(hub.ask(size, _core.Patience(_ANSWER_SECONDS)))
+    found = known(hub.ask(size, _core.WaitPolicy(_ANSWER_SECONDS)))
     for rank in hub.departed():
         if rank in found:
             found[rank] = found[rank]._replace(left=True)

@@ -89,7 +89,7 @@ class Connection:
         self.prefix = meeting.prefix
         """Of keys in the store that are this pipeline's."""
         self.recorder = _recorder(world.rank, meeting.identity)
-        self.hub.set_recorder(self.recorder.core)
+        self.hub.set_action_log(self.recorder.core)
         self.hub.start()
         _hubs.add(self.hub)
         self.senders: dict[Channel, SendChannel] = {}
@@ -137,7 +137,7 @@ class Connection:
         me, cards = self.world.rank, meeting.cards
         here = sum(card["host"] == cards[me]["host"] for card in cards)
         crowded = here > len(os.sched_getaffinity(0))
-        patience = _core.Patience(timeout, _SPINS_CROWDED if crowded else _SPINS_ALONE, _LONGEST_SPIN)
+        patience = _core.WaitPolicy(timeout, _SPINS_CROWDED if crowded else _SPINS_ALONE, _LONGEST_SPIN)
         patience = self.hub.prolonging(patience, self.world.size)
         for peer in meeting.peers:
             if cards[peer]["host"] == cards[me]["host"]:

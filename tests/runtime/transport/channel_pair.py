@@ -20,7 +20,7 @@ from pypipe.runtime.transport.channels import ReceiveChannel, SendChannel
 from pypipe.runtime.transport.links.shm import CoreReceivePort, CoreSendPort
 from pypipe.runtime.transport.trees import TensorSpec
 
-PATIENCE = _core.Patience(20.0, 100)
+PATIENCE = _core.WaitPolicy(20.0, 100)
 
 _ALL = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 # A quantized dtype needs a scale, so its tensors cannot be sent; torch has no copy kernel for integers of odd widths.
@@ -224,8 +224,8 @@ class Pair:
         self.senders: list[SendChannel] = []
         self.receivers: list[ReceiveChannel] = []
         for number in range(channels):
-            sender = _core.SendChannel(hubs[0], send_link, 1, number, slots)
-            receiver = _core.ReceiveChannel(hubs[1], receive_link, 0, number, slots)
+            sender = _core.ChannelSender(hubs[0], send_link, 1, number, slots)
+            receiver = _core.ChannelReceiver(hubs[1], receive_link, 0, number, slots)
             self.senders.append(SendChannel(CoreSendPort(sender, PATIENCE), number, Kind.F))
             self.receivers.append(ReceiveChannel(CoreReceivePort(receiver, PATIENCE), number, Kind.F))
 

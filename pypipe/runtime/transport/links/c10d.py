@@ -59,7 +59,7 @@ class Route:
     slots: int
     device: torch.device
     buffers: torch.device
-    patience: _core.Patience
+    patience: _core.WaitPolicy
 
     @property
     def global_peer(self) -> int:
@@ -297,7 +297,7 @@ class C10dReceivePort:
     def _drain(self) -> None:
         """Receives what was sent and nobody will use: the sender's Work ends with its receive only, if it lives."""
         route = self._route
-        at_once = _core.Patience(0.0)
+        at_once = _core.WaitPolicy(0.0)
         with contextlib.suppress(Exception):
             while True:  # until there is none
                 size = route.hub.take_envelope(route.peer, route.channel, at_once).bytes

@@ -44,7 +44,7 @@ class Memory:
 class NcclSendPort:
     """The sending end: keeps what it sends until the device has sent it."""
 
-    def __init__(self, channel: _core.SendChannel, device: torch.device, patience: _core.Patience) -> None:
+    def __init__(self, channel: _core.ChannelSender, device: torch.device, patience: _core.WaitPolicy) -> None:
         self._channel = channel
         self._device = device
         self._patience = patience
@@ -56,11 +56,11 @@ class NcclSendPort:
         """What the core has counted."""
         return self._channel.counters
 
-    def announce(self, description: str, sizes: list[int], forgotten: int) -> _core.SendLayout:
+    def announce(self, description: str, sizes: list[int], forgotten: int) -> _core.OutgoingLayout:
         """Announces a layout."""
         return self._channel.announce(description, sizes, forgotten, self._patience)
 
-    def send(self, layout: _core.SendLayout, tag: Tag, tensors: Sequence[Tensor]) -> None:
+    def send(self, layout: _core.OutgoingLayout, tag: Tag, tensors: Sequence[Tensor]) -> None:
         """Enqueues the transfer, after what the current stream holds."""
         device = self._device
         for tensor in tensors:
@@ -104,7 +104,7 @@ class NcclReceivePort:
     slots_stay = False
 
     def __init__(
-        self, channel: _core.ReceiveChannel, memory: Memory, device: torch.device, patience: _core.Patience
+        self, channel: _core.ChannelReceiver, memory: Memory, device: torch.device, patience: _core.WaitPolicy
     ) -> None:
         self._channel = channel
         self._memory = memory

@@ -104,7 +104,7 @@ def single_communicator(device: torch.device) -> bool:
         return False  # said when the ranks connect, if a link is NCCL's at all
 
 
-def make(name: str, world: Any, meeting: Meeting, device: torch.device, patience: _core.Patience) -> Carrier:
+def make(name: str, world: Any, meeting: Meeting, device: torch.device, patience: _core.WaitPolicy) -> Carrier:
     """The carrier of that name."""
     if name == "shm":
         return _Shm(meeting.hub, patience)
@@ -116,7 +116,7 @@ def make(name: str, world: Any, meeting: Meeting, device: torch.device, patience
 class _Shm:
     holds_back = False
 
-    def __init__(self, hub: _core.Hub, patience: _core.Patience) -> None:
+    def __init__(self, hub: _core.Hub, patience: _core.WaitPolicy) -> None:
         self._hub = hub
         self._patience = patience
         self._links: dict[Link, Any] = {}
@@ -127,11 +127,11 @@ class _Shm:
         self._links[link] = kind(self._hub, peer, number, sum(channels.values()), self._patience)
 
     def send_port(self, link: Link, channel: int, slots: int) -> SendPort:
-        core = _core.SendChannel(self._hub, self._links[link], link.target_rank, channel, slots)
+        core = _core.ChannelSender(self._hub, self._links[link], link.target_rank, channel, slots)
         return CoreSendPort(core, self._patience)
 
     def receive_port(self, link: Link, channel: int, slots: int) -> ReceivePort:
-        core = _core.ReceiveChannel(self._hub, self._links[link], link.source_rank, channel, slots)
+        core = _core.ChannelReceiver(self._hub, self._links[link], link.source_rank, channel, slots)
         return CoreReceivePort(core, self._patience)
 
     def issue(self) -> None:
@@ -161,7 +161,7 @@ class _Nccl:
     _MIN_CTAS = 1
     _CLOSING_SECONDS = 10.0
 
-    def __init__(self, world: Any, meeting: Meeting, device: torch.device, patience: _core.Patience) -> None:
+    def __init__(self, world: Any, meeting: Meeting, device: torch.device, patience: _core.WaitPolicy) -> None:
         self._world = world
         self._hub = meeting.hub
         self._prefix = meeting.prefix
@@ -214,7 +214,7 @@ class _Nccl:
             self._nccl,
             unique_id,
             rank,
-            _core.NcclTraffic.ONE_WAY if self._group is None else _core.NcclTraffic.BOTH_WAYS,
+            _core.NcclDirection.ONE_WAY if self._group is None else _core.NcclDirection.BOTH_WAYS,
             name,
             self._MIN_CTAS,
             max_ctas(),
@@ -235,18 +235,18 @@ class _Nccl:
 
     def send_port(self, link: Link, channel: int, slots: int) -> SendPort:
         self._watch()
-        core = _core.SendChannel(self._hub, self._links[link], link.target_rank, channel, slots)
+        core = _core.ChannelSender(self._hub, self._links[link], link.target_rank, channel, slots)
         return NcclSendPort(core, self._device, self._patience)
 
     def receive_port(self, link: Link, channel: int, slots: int) -> ReceivePort:
         self._watch()
-        core = _core.ReceiveChannel(self._hub, self._links[link], link.source_rank, channel, slots)
+        core = _core.ChannelReceiver(self._hub, self._links[link], link.source_rank, channel, slots)
         return NcclReceivePort(core, self._memory, self._device, self._patience)
 
     def close(self) -> None:
         if self._watchdog is not None:
             with contextlib.suppress(Exception):
-                self._watchdog.close(_core.Patience(self._CLOSING_SECONDS))
+                self._watchdog.close(_core.WaitPolicy(self._CLOSING_SECONDS))
         self._links, self._edges, self._group = {}, {}, None
 
 
@@ -257,7 +257,7 @@ _FIRST_TAG = 1 << 29
 class _C10d:
     holds_back = False
 
-    def __init__(self, world: Any, meeting: Meeting, device: torch.device, patience: _core.Patience) -> None:
+    def __init__(self, world: Any, meeting: Meeting, device: torch.device, patience: _core.WaitPolicy) -> None:
         self._world = world
         self._hub = meeting.hub
         self._devices = [card["device"] for card in meeting.cards]

@@ -21,7 +21,7 @@ _HOST = 0  # the stream of a CPU
 class CoreSendPort:
     """The sending end of a channel of the core."""
 
-    def __init__(self, channel: _core.SendChannel, patience: _core.Patience) -> None:
+    def __init__(self, channel: _core.ChannelSender, patience: _core.WaitPolicy) -> None:
         self._channel = channel
         self._patience = patience
         self.has_room: Callable[[], bool] = channel.has_room
@@ -32,11 +32,11 @@ class CoreSendPort:
         """What the core has counted."""
         return self._channel.counters
 
-    def announce(self, description: str, sizes: list[int], forgotten: int) -> _core.SendLayout:
+    def announce(self, description: str, sizes: list[int], forgotten: int) -> _core.OutgoingLayout:
         """Announces a layout; grows the slots where it needs more room."""
         return self._channel.announce(description, sizes, forgotten, self._patience)
 
-    def send(self, layout: _core.SendLayout, tag: Tag, tensors: Sequence[Tensor]) -> None:
+    def send(self, layout: _core.OutgoingLayout, tag: Tag, tensors: Sequence[Tensor]) -> None:
         """Copies the tensors into a free slot of the receiver."""
         for tensor in tensors:
             if not tensor.is_cpu:
@@ -71,7 +71,7 @@ class CoreReceivePort:
     def post(self) -> None:
         """Nothing: the sender may go on as soon as a slot is free."""
 
-    def __init__(self, channel: _core.ReceiveChannel, patience: _core.Patience) -> None:
+    def __init__(self, channel: _core.ChannelReceiver, patience: _core.WaitPolicy) -> None:
         self._channel = channel
         self._patience = patience
 

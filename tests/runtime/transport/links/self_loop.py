@@ -31,7 +31,7 @@ class SelfLoop:
             torch.cuda.set_device(device)
             torch.empty(1, device=device)  # makes the device's context current
         self.device = device
-        self.patience = _core.Patience(timeout)
+        self.patience = _core.WaitPolicy(timeout)
         self.hubs = (_core.Hub(0), _core.Hub(1))
         for hub, end, peer in zip(self.hubs, socket.socketpair(), (1, 0), strict=True):
             end.setblocking(False)
@@ -40,7 +40,7 @@ class SelfLoop:
             hub.start()
         cuda, nccl = libraries.cuda(), libraries.nccl()
         self.edge = _core.NcclEdge(
-            cuda, nccl, nccl.unique_id(), 0, _core.NcclTraffic.TO_ITSELF, "pypipe self", 1, 4, self.patience
+            cuda, nccl, nccl.unique_id(), 0, _core.NcclDirection.TO_ITSELF, "pypipe self", 1, 4, self.patience
         )
         self.group = _core.NcclGroup()
         self.watchdog = _core.NcclWatchdog(self.hubs[0], [self.edge], timeout, 1)
@@ -57,8 +57,8 @@ class SelfLoop:
             there, here_rank(backwards), number, self.edge, allocate, [(number, slots)], self.group
         )
         self._links.append((send_link, receive_link))
-        sender = _core.SendChannel(here, send_link, there_rank(backwards), number, slots)
-        receiver = _core.ReceiveChannel(there, receive_link, here_rank(backwards), number, slots)
+        sender = _core.ChannelSender(here, send_link, there_rank(backwards), number, slots)
+        receiver = _core.ChannelReceiver(there, receive_link, here_rank(backwards), number, slots)
         return (
             NcclSendPort(sender, self.device, self.patience),
             NcclReceivePort(receiver, self._memory, self.device, self.patience),

@@ -1,4 +1,4 @@
-#include "control/recorder.hpp"
+#include "control/action_log.hpp"
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -31,7 +31,7 @@ std::uint64_t now() noexcept { return nanoseconds(CLOCK_MONOTONIC); }
 
 std::uint64_t age(std::uint64_t time, std::uint64_t at) noexcept { return at > time ? at - time : 1; }
 
-// Ages in place of times, so that they mean something to another host.
+// Ages instead of times, which mean nothing on another host.
 ActionEntry aged(ActionEntry entry, std::uint64_t at) noexcept {
   for (std::uint64_t* time : {&entry.start, &entry.ready, &entry.end}) {
     if (*time != 0) *time = age(*time, at);
@@ -85,7 +85,7 @@ bool load_header(int descriptor, HeaderCopy& header) noexcept {
 }  // namespace
 
 // HeaderCopy and EntryCopy are the same to those that read the file: change both.
-struct Recorder::Header {
+struct ActionLog::Header {
   std::uint64_t magic;
   std::uint32_t rank;
   std::uint32_t capacity;
@@ -97,10 +97,10 @@ struct Recorder::Header {
   std::atomic<std::uint64_t> step_at;
   std::atomic<std::uint64_t> busy_since;
   std::atomic<std::uint64_t> busy_until;
-  std::array<std::atomic<std::uint64_t>, 12> work;  // text, in words: a reader may come at any time
+  std::array<std::atomic<std::uint64_t>, 12> work;  // text, as words: it may be read at any time
 };
 
-struct Recorder::Entry {
+struct ActionLog::Entry {
   std::atomic<std::uint64_t> what;  // stage << 40 | kind << 32 | microbatch
   std::atomic<std::uint64_t> step;
   std::atomic<std::uint64_t> start;
@@ -115,7 +115,7 @@ struct Recorder::Entry {
   }
 };
 
-Recorder::Recorder(int rank, std::uint32_t capacity, const std::string& path)
+ActionLog::ActionLog(int rank, std::uint32_t capacity, const std::string& path)
     : path_(path), process_(::getpid()), bytes_(header_bytes + sizeof(Entry) * std::max(capacity, 4U)) {
   static_assert(sizeof(Header) == sizeof(HeaderCopy) && sizeof(Header) <= header_bytes &&
                 sizeof(Entry) == sizeof(EntryCopy) && std::atomic<std::uint64_t>::is_always_lock_free);
@@ -124,7 +124,7 @@ Recorder::Recorder(int rank, std::uint32_t capacity, const std::string& path)
                                 : ::open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600));
   if (!descriptor_) throw_errno(path.empty() ? "memfd_create" : "making the record " + path);
   check_errno(::ftruncate(descriptor_.get(), static_cast<off_t>(bytes_)), "ftruncate of a record");
-  // Without this, room that is not there would be a SIGBUS at the first write.
+  // Without this, missing room would be a SIGBUS at the first write.
   if (const int failed = ::posix_fallocate(descriptor_.get(), 0, static_cast<off_t>(bytes_)); failed != 0) {
     errno = failed;
     throw_errno("allocating a record");
@@ -141,28 +141,28 @@ Recorder::Recorder(int rank, std::uint32_t capacity, const std::string& path)
   header_->magic = record_magic;
 }
 
-Recorder::~Recorder() { ::munmap(header_, bytes_); }
+ActionLog::~ActionLog() { ::munmap(header_, bytes_); }
 
-void Recorder::step() noexcept {
+void ActionLog::step() noexcept {
   finish(now());
   header_->step_at.store(now(), std::memory_order_release);
   header_->step.store(++steps_, std::memory_order_release);
 }
 
-void Recorder::finish(std::uint64_t at) noexcept {
+void ActionLog::finish(std::uint64_t at) noexcept {
   if (!std::exchange(in_progress_, false)) return;
   Entry& entry = entries_[(header_->cursor.load(std::memory_order_relaxed) - 1) % header_->capacity];
   entry.end.store(at, std::memory_order_release);
   if (trace_.size() < trace_capacity_) trace_.push_back(entry.read());
 }
 
-void Recorder::stop() { throw Error(Fault::aborted, "the pipeline has failed"); }
+void ActionLog::stop() { throw Error(Fault::aborted, "the pipeline has failed"); }
 
-void Recorder::begin(std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch) {
+void ActionLog::begin(std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch) {
   const std::uint64_t code = std::uint64_t{stage} << 40 | std::uint64_t{kind & 0xff} << 32 | microbatch;
   const std::uint64_t number = header_->cursor.load(std::memory_order_relaxed);
   const bool failed = has_failed();
-  // An action that first takes other messages off its link goes on.
+  // An action that takes other messages off its link first begins twice: it is the same action.
   if (in_progress_ && entries_[(number - 1) % header_->capacity].what.load(std::memory_order_relaxed) == code) {
     if (failed) stop();
     return;
@@ -180,29 +180,29 @@ void Recorder::begin(std::uint32_t stage, std::uint32_t kind, std::uint32_t micr
   in_progress_ = true;
 }
 
-void Recorder::ready() noexcept {
+void ActionLog::ready() noexcept {
   if (!in_progress_) return;
   Entry& entry = entries_[(header_->cursor.load(std::memory_order_relaxed) - 1) % header_->capacity];
   entry.ready.store(now(), std::memory_order_release);
 }
 
-void Recorder::end() {
+void ActionLog::end() {
   finish(now());
   if (has_failed()) stop();
 }
 
-void Recorder::start_trace(std::size_t capacity) {
+void ActionLog::start_trace(std::size_t capacity) {
   trace_.clear();
-  trace_.reserve(capacity);  // an action that is recorded allocates nothing
+  trace_.reserve(capacity);  // recording an action allocates nothing
   trace_capacity_ = capacity;
 }
 
-std::vector<ActionEntry> Recorder::stop_trace() {
+std::vector<ActionEntry> ActionLog::stop_trace() {
   trace_capacity_ = 0;
   return std::exchange(trace_, {});
 }
 
-void Recorder::set_busy(std::string_view work) noexcept {
+void ActionLog::set_busy(std::string_view work) noexcept {
   const std::scoped_lock lock(busy_mutex_);
   if (work.empty()) {
     if (header_->busy_since.exchange(0, std::memory_order_acq_rel) != 0) {
@@ -221,16 +221,16 @@ void Recorder::set_busy(std::string_view work) noexcept {
   header_->busy_since.store(now(), std::memory_order_release);
 }
 
-void Recorder::set_cause(std::string_view cause, std::uint64_t step) noexcept {
+void ActionLog::set_cause(std::string_view cause, std::uint64_t step) noexcept {
   std::uint64_t expected = never;
   if (!failed_step_.compare_exchange_strong(expected, std::min(step, never - 1), std::memory_order_acq_rel)) return;
   const ssize_t written =
       ::pwrite(descriptor_.get(), cause.data(), cause.size(), static_cast<off_t>(header_->cause_at));
-  // Half a cause cannot be decoded: where the disk is full, the record has none.
+  // Half a cause cannot be decoded: if the disk is full, the record has no cause.
   if (std::cmp_equal(written, cause.size())) header_->cause_bytes.store(cause.size(), std::memory_order_release);
 }
 
-std::vector<ActionEntry> Recorder::actions() const {
+std::vector<ActionEntry> ActionLog::actions() const {
   const std::uint64_t capacity = header_->capacity;
   const std::uint64_t seen = header_->cursor.load(std::memory_order_acquire);
   const std::uint64_t first = seen > capacity ? seen - capacity : 0;
@@ -244,12 +244,12 @@ std::vector<ActionEntry> Recorder::actions() const {
   return all;
 }
 
-RankStatus Recorder::status() const noexcept {
+RankStatus ActionLog::status() const noexcept {
   return status_in(descriptor_.get()).value_or(RankStatus{header_->rank, 0, 0, 0, {}, {}, 0, 0, {}});
 }
 
-void Recorder::discard() noexcept {
-  if (!path_.empty() && process_ == ::getpid()) ::unlink(path_.c_str());  // a forked child's end is not ours
+void ActionLog::discard() noexcept {
+  if (!path_.empty() && process_ == ::getpid()) ::unlink(path_.c_str());  // not when a forked child ends
   path_.clear();
 }
 

@@ -1,4 +1,4 @@
-// The recorder under readers that come at any time, and questions that go round hubs. Arguments: seed, rounds.
+// The log of actions under readers that come at any time, and questions that go round hubs. Arguments: seed, rounds.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -12,8 +12,8 @@
 
 #include "causes.hpp"
 #include "check.hpp"
+#include "control/action_log.hpp"
 #include "control/hub.hpp"
-#include "control/recorder.hpp"
 #include "sockets.hpp"
 
 namespace pypipe::test {
@@ -21,12 +21,12 @@ namespace {
 
 // One thread writes actions 0, 1, 2, ...; what readers see is always a whole stretch of that.
 void readers(std::uint64_t count) {
-  Recorder recorder(3, 8, "");
+  ActionLog log(3, 8, "");
   std::atomic<bool> done{false};
   std::vector<std::thread> threads;
   threads.emplace_back([&] {
     while (!done) {
-      const std::vector<ActionEntry> kept = recorder.actions();
+      const std::vector<ActionEntry> kept = log.actions();
       check(kept.size() <= 8, "more actions than fit");
       for (std::size_t i = 0; i < kept.size(); ++i) {
         check_equal(kept[i].microbatch, kept[0].microbatch + i, "actions that do not follow each other");
@@ -39,7 +39,7 @@ void readers(std::uint64_t count) {
   });
   threads.emplace_back([&] {
     while (!done) {
-      const RankStatus status = recorder.status();
+      const RankStatus status = log.status();
       check_equal(status.rank, 3U, "the rank");
       if (status.running != 0 && status.completed != 0) {
         check_equal(status.now.microbatch, status.last.microbatch + 1, "what it does and what it did");
@@ -48,34 +48,34 @@ void readers(std::uint64_t count) {
     }
   });
   threads.emplace_back([&] {
-    for (int i = 0; !done; ++i) recorder.set_busy(i % 3 == 0 ? "" : "work " + std::to_string(i));
+    for (int i = 0; !done; ++i) log.set_busy(i % 3 == 0 ? "" : "work " + std::to_string(i));
   });
-  recorder.step();
+  log.step();
   for (std::uint64_t n = 0; n < count; ++n) {
     const auto i = static_cast<std::uint32_t>(n);
-    recorder.begin(i % 7, i % 5, i);
-    if (n % 2 == 0) recorder.ready();
+    log.begin(i % 7, i % 5, i);
+    if (n % 2 == 0) log.ready();
   }
-  recorder.end();
+  log.end();
   done = true;
   for (std::thread& thread : threads) thread.join();
-  check_equal(recorder.actions().back().microbatch, count - 1, "the last action");
+  check_equal(log.actions().back().microbatch, count - 1, "the last action");
 }
 
 void traces_and_files() {
-  const std::string path = std::filesystem::temp_directory_path() / ("recorder_stress-" + std::to_string(::getpid()));
+  const std::string path = std::filesystem::temp_directory_path() / ("action_log_stress-" + std::to_string(::getpid()));
   {
-    Recorder recorder(1, 4, path);
-    recorder.start_trace(6);
-    for (std::uint32_t i = 0; i < 10; ++i) recorder.begin(0, 0, i);
-    recorder.end();
-    const std::vector<ActionEntry> traced = recorder.stop_trace();
+    ActionLog log(1, 4, path);
+    log.start_trace(6);
+    for (std::uint32_t i = 0; i < 10; ++i) log.begin(0, 0, i);
+    log.end();
+    const std::vector<ActionEntry> traced = log.stop_trace();
     check_equal(traced.size(), 6U, "a trace holds what it has room for");
     check_equal(traced[5].microbatch, 5U, "and that is the first");
-    recorder.set_cause(failure("the first").encode());
-    recorder.set_cause(failure("the second").encode());
+    log.set_cause(failure("the first").encode());
+    log.set_cause(failure("the second").encode());
   }
-  check(std::filesystem::exists(path), "a record outlives its recorder");
+  check(std::filesystem::exists(path), "a record outlives its rank's log");
   const Fd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
   const auto status = status_in(file.get());
   check(status && status->rank == 1 && status->completed != 0, "and can be read");
@@ -93,12 +93,12 @@ void traces_and_files() {
   expect(Fault::protocol, [&] { (void)read_record(path); }, "a file without a header");
   expect(Fault::system, [&] { (void)read_record(path + "-of-no-rank"); }, "a file that does not exist");
   {
-    Recorder again(1, 4, path);
+    ActionLog again(1, 4, path);
     again.discard();
   }
   check(!std::filesystem::exists(path), "a record that is not wanted is removed");
   check(!status_in(-1) && !status_in(STDIN_FILENO), "what is no record is none");
-  expect(Fault::system, [] { Recorder nowhere(0, 4, "/nonexistent/record"); }, "a folder that is not there");
+  expect(Fault::system, [] { ActionLog nowhere(0, 4, "/nonexistent/record"); }, "a folder that is not there");
 }
 
 // A ring of hubs; every rank asks while all of them work, one fails and some leave.
@@ -108,33 +108,33 @@ void questions(std::uint64_t seed, std::uint64_t rounds) {
   for (std::uint64_t round = 0; round < rounds; ++round) {
     Random random(seed + round);
     std::array<std::unique_ptr<Hub>, size> hubs;
-    std::array<std::shared_ptr<Recorder>, size> recorders;
+    std::array<std::shared_ptr<ActionLog>, size> logs;
     for (std::size_t i = 0; i < size; ++i) {
       hubs[i] = std::make_unique<Hub>(static_cast<int>(i));
-      recorders[i] = std::make_shared<Recorder>(static_cast<int>(i), 16, "");
-      hubs[i]->set_recorder(recorders[i]);
+      logs[i] = std::make_shared<ActionLog>(static_cast<int>(i), 16, "");
+      hubs[i]->set_action_log(logs[i]);
     }
     for (std::size_t i = 0; i < size; ++i) join(*hubs[i], *hubs[(i + 1) % size]);
     for (auto& hub : hubs) hub->start();
-    for (std::size_t i = 0; i < size; ++i) hubs[i]->share_record(static_cast<int>((i + 1) % size), patience());
+    for (std::size_t i = 0; i < size; ++i) hubs[i]->share_record(static_cast<int>((i + 1) % size), policy());
     const std::size_t busy = random.below(size);
-    recorders[busy]->set_busy("writing");
-    check_equal(hubs[(busy + 2) % size]->ask(size, patience()).size(), size, "answers of a whole pipeline");
+    logs[busy]->set_busy("writing");
+    check_equal(hubs[(busy + 2) % size]->ask(size, policy()).size(), size, "answers of a whole pipeline");
     check(hubs[(busy + 1) % size]->any_rank_is_busy(size, lately), "somebody is busy");
-    recorders[busy]->set_busy("");
+    logs[busy]->set_busy("");
     check(hubs[(busy + 1) % size]->any_rank_is_busy(size, lately), "somebody was busy just now");
     check(!hubs[(busy + 1) % size]->any_rank_is_busy(size, std::chrono::nanoseconds(1)), "nobody is busy");
     std::vector<std::thread> threads;
     for (std::size_t i = 0; i < size; ++i) {
       threads.emplace_back([&, i] {
         try {
-          for (std::uint32_t n = 0; n < 200; ++n) recorders[i]->begin(static_cast<std::uint32_t>(i), 0, n);
+          for (std::uint32_t n = 0; n < 200; ++n) logs[i]->begin(static_cast<std::uint32_t>(i), 0, n);
         } catch (const Error& error) {
           check(error.fault() == Fault::aborted && hubs[i]->cause(), "only a failure stops actions");
         }
       });
       threads.emplace_back([&, i, quits = random.once_in(3), fails = random.once_in(3)] {
-        for (int n = 0; n < 3; ++n) (void)hubs[i]->ask(size, patience(std::chrono::milliseconds(50)));
+        for (int n = 0; n < 3; ++n) (void)hubs[i]->ask(size, policy(std::chrono::milliseconds(50)));
         if (fails) hubs[i]->abort(failure("error"));
         if (quits) hubs[i]->close();
       });
@@ -148,10 +148,10 @@ void stops(std::uint64_t seed, std::uint64_t rounds) {
   for (std::uint64_t round = 0; round < rounds * 20; ++round) {
     Random random(seed + round);
     std::array<std::unique_ptr<Hub>, 2> hubs{std::make_unique<Hub>(0), std::make_unique<Hub>(1)};
-    std::array<std::shared_ptr<Recorder>, 2> recorders;
+    std::array<std::shared_ptr<ActionLog>, 2> logs;
     for (std::size_t i = 0; i < 2; ++i) {
-      recorders[i] = std::make_shared<Recorder>(static_cast<int>(i), 16, "");
-      hubs[i]->set_recorder(recorders[i]);
+      logs[i] = std::make_shared<ActionLog>(static_cast<int>(i), 16, "");
+      hubs[i]->set_action_log(logs[i]);
     }
     join(*hubs[0], *hubs[1]);
     for (auto& hub : hubs) hub->start();
@@ -164,22 +164,22 @@ void stops(std::uint64_t seed, std::uint64_t rounds) {
         std::uint32_t n = 0;
         const auto run = [&] {
           for (;;) {  // without a look at each action this would never end
-            recorders[i]->step();
+            logs[i]->step();
             ++steps[i];
             for (int action = 0; action < 3; ++action, ++n) {
-              recorders[i]->begin(static_cast<std::uint32_t>(i), 0, n);
+              logs[i]->begin(static_cast<std::uint32_t>(i), 0, n);
               if (culprit == i && n == last) hubs[i]->abort(failure("error"), steps[i]);
             }
-            recorders[i]->end();
+            logs[i]->end();
           }
         };
         expect(Fault::aborted, run, "a rank that runs when another one has failed");
         check(hubs[i]->cause().has_value(), "a rank that is stopped finds the cause");
-        const std::vector<ActionEntry> kept = recorders[i]->actions();
+        const std::vector<ActionEntry> kept = logs[i]->actions();
         if (n > 0) check_equal(kept.back().microbatch, n - 1, "no action begins after the failure");
         if (n > 0) check(kept.back().end != 0, "and the one before it has ended");
-        expect(Fault::aborted, [&] { recorders[i]->end(); }, "the end of a list of actions");
-        if (n > 0) expect(Fault::aborted, [&] { recorders[i]->begin(0, 0, n - 1); }, "an action again");
+        expect(Fault::aborted, [&] { logs[i]->end(); }, "the end of a list of actions");
+        if (n > 0) expect(Fault::aborted, [&] { logs[i]->begin(0, 0, n - 1); }, "an action again");
       });
     }
     if (culprit == 2) threads.emplace_back([&] { hubs[0]->abort(failure("link")); });
@@ -194,17 +194,17 @@ void last_words() {
   Hub hub(0);
   hub.add_peer(1, std::move(mine));
   hub.start();
-  Recorder record(1, 8, "");
+  ActionLog record(1, 8, "");
   record.step();
   record.begin(1, 0, 4);
   record.begin(1, 4, 4);
   {
     Hub peer(1);
     peer.add_peer(0, std::move(theirs));
-    peer.set_recorder(std::make_shared<Recorder>(1, 8, ""));
-    peer.share_record(0, patience());
-    peer.send(0, FrameType::envelope, 0, 0, "here", patience());
-    (void)hub.take(1, FrameType::envelope, 0, patience());
+    peer.set_action_log(std::make_shared<ActionLog>(1, 8, ""));
+    peer.share_record(0, policy());
+    peer.send(0, FrameType::envelope, 0, 0, "here", policy());
+    (void)hub.take(1, FrameType::envelope, 0, policy());
     peer.abandon();  // as if it were killed; it has no thread
   }
   while (!hub.cause()) std::this_thread::yield();
@@ -232,6 +232,6 @@ int main(int count, char** values) {
   begin("the record of a rank that died");
   last_words();
   check_equal(open_descriptors(), descriptors, "descriptors open at the end");
-  std::printf("recorder_stress: seed %llu, %llu rounds\n", static_cast<unsigned long long>(seed),
+  std::printf("action_log_stress: seed %llu, %llu rounds\n", static_cast<unsigned long long>(seed),
               static_cast<unsigned long long>(rounds));
 }
