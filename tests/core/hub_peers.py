@@ -16,7 +16,7 @@ import pytest
 from pypipe import _core
 
 LONG = 30.0
-PATIENCE = _core.WaitPolicy(LONG)
+WAIT_POLICY = _core.WaitPolicy(LONG)
 HEADER = struct.Struct("=IHHIIQ")
 MAGIC = 0x31507950
 LAYOUT, MEMORY, ENVELOPE, ABORT, LEAVE = 1, 2, 3, 4, 5
@@ -106,7 +106,7 @@ def failure(message: str, rank: int = 0) -> _core.Cause:
 def cause_of(hub: Any, peer: int) -> _core.Cause:
     """The first cause, as soon as the hub has one."""
     with pytest.raises(_core.CoreError) as caught:
-        hub.take_envelope(peer, 12345, PATIENCE)
+        hub.take_envelope(peer, 12345, WAIT_POLICY)
     assert caught.value.fault == "aborted", caught.value
     cause = hub.cause()
     assert isinstance(cause, _core.Cause)

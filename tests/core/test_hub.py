@@ -15,7 +15,7 @@ from hub_peers import (
     LAYOUT,
     LEAVE,
     LONG,
-    PATIENCE,
+    WAIT_POLICY,
     Neighbours,
     cause_of,
     chain,
@@ -47,11 +47,11 @@ def test_a_goodbye_with_unread_frames_behind_it_is_not_a_loss(kind: str) -> None
         def talk(hub: Any = right) -> None:
             with contextlib.suppress(_core.CoreError):
                 for i in range(200):
-                    hub.send_envelope(0, envelope(i), 1, PATIENCE)
+                    hub.send_envelope(0, envelope(i), 1, WAIT_POLICY)
 
         together(left.close, talk)
         with pytest.raises(_core.CoreError) as caught:
-            right.take_envelope(0, 1, PATIENCE)
+            right.take_envelope(0, 1, WAIT_POLICY)
         assert caught.value.fault == "peer_gone", (caught.value, right.cause())
         assert right.cause() is None
         right.close()
@@ -60,11 +60,11 @@ def test_a_goodbye_with_unread_frames_behind_it_is_not_a_loss(kind: str) -> None
 def test_what_was_sent_before_a_goodbye_still_arrives() -> None:
     left, right = chain(2)
     for i in range(50):
-        left.send_envelope(1, envelope(i), 4, PATIENCE)
+        left.send_envelope(1, envelope(i), 4, WAIT_POLICY)
     left.close()
-    assert [right.take_envelope(0, 4, PATIENCE).microbatch for _ in range(50)] == list(range(50))
+    assert [right.take_envelope(0, 4, WAIT_POLICY).microbatch for _ in range(50)] == list(range(50))
     with pytest.raises(_core.CoreError) as caught:
-        right.take_envelope(0, 4, PATIENCE)
+        right.take_envelope(0, 4, WAIT_POLICY)
     assert caught.value.fault == "peer_gone"
     assert right.cause() is None
     right.close()
@@ -73,8 +73,8 @@ def test_what_was_sent_before_a_goodbye_still_arrives() -> None:
 def test_a_peer_that_leaves_wakes_whoever_waits_for_it_and_nobody_else() -> None:
     left, middle, right = chain(3)
     together(left.close, lambda: _expect(middle, 0, "peer_gone"))
-    right.send_envelope(1, envelope(7), 2, PATIENCE)
-    assert middle.take_envelope(2, 2, PATIENCE).microbatch == 7
+    right.send_envelope(1, envelope(7), 2, WAIT_POLICY)
+    assert middle.take_envelope(2, 2, WAIT_POLICY).microbatch == 7
     middle.check(2)
     assert middle.cause() is None
     for hub in (middle, right):
@@ -83,7 +83,7 @@ def test_a_peer_that_leaves_wakes_whoever_waits_for_it_and_nobody_else() -> None
 
 def _expect(hub: Any, peer: int, fault: str) -> None:
     with pytest.raises(_core.CoreError) as caught:
-        hub.take_envelope(peer, 1, PATIENCE)
+        hub.take_envelope(peer, 1, WAIT_POLICY)
     assert caught.value.fault == fault, caught.value
 
 
@@ -110,10 +110,10 @@ def test_a_rank_that_has_said_goodbye_still_passes_on_causes_and_questions() -> 
     _expect(hubs[1], 2, "peer_gone")
     _expect(hubs[2], 1, "peer_gone")
     assert [hub.departed() for hub in hubs] == [[1], [2], [1], [2]]
-    told = {report.status.rank: report.silent for report in hubs[3].ask(4, PATIENCE)}
+    told = {report.status.rank: report.silent for report in hubs[3].ask(4, WAIT_POLICY)}
     assert told == dict.fromkeys(range(4), False)
     hubs[0].abort(failure("first"))
-    hubs[3].ask(5, PATIENCE)  # waits for a fifth rank, or until the pipeline has failed
+    hubs[3].ask(5, WAIT_POLICY)  # waits for a fifth rank, or until the pipeline has failed
     for hub in hubs:
         hub.close()
     assert [hub.cause() for hub in hubs] == [failure("first")] * 4
@@ -141,7 +141,7 @@ def test_the_first_cause_stays_the_cause() -> None:
     with pytest.raises(_core.CoreError):
         hubs[0].check(1)
     with pytest.raises(_core.CoreError):
-        hubs[0].send_envelope(1, envelope(), 1, PATIENCE)
+        hubs[0].send_envelope(1, envelope(), 1, WAIT_POLICY)
     for hub in hubs:
         hub.close()
     assert [hub.cause() for hub in hubs] == [failure("first")] * 3
@@ -168,7 +168,7 @@ def test_a_cause_is_passed_on_even_when_the_rank_between_closes_as_soon_as_it_he
 
         def last(right: Any = right, attempt: int = attempt) -> None:
             with pytest.raises(_core.CoreError) as caught:
-                right.take_envelope(1, 1, PATIENCE)
+                right.take_envelope(1, 1, WAIT_POLICY)
             assert (caught.value.fault, right.cause()) == ("aborted", failure("because")), (
                 f"attempt {attempt}: {caught.value}"
             )
@@ -196,10 +196,10 @@ def test_a_lost_peer_is_told_to_the_others_but_a_hub_that_closed_is_not_a_loss()
     neighbours.raw.sendall(frame(LEAVE))
     neighbours.raw.close()
     with pytest.raises(_core.CoreError) as caught:
-        neighbours.hub.take_envelope(0, 1, PATIENCE)
+        neighbours.hub.take_envelope(0, 1, WAIT_POLICY)
     assert caught.value.fault == "peer_gone"
-    neighbours.good.send_envelope(1, envelope(3), 2, PATIENCE)
-    assert neighbours.hub.take_envelope(2, 2, PATIENCE).microbatch == 3
+    neighbours.good.send_envelope(1, envelope(3), 2, WAIT_POLICY)
+    assert neighbours.hub.take_envelope(2, 2, WAIT_POLICY).microbatch == 3
     assert neighbours.hub.cause() is None
     neighbours.close()
 
@@ -277,7 +277,7 @@ def test_a_closed_hub_says_goodbye_once_and_refuses_to_send(neighbours: Neighbou
     assert read_frame(neighbours.raw) == (LEAVE, b"")
     assert read_frame(neighbours.raw) is None
     with pytest.raises(_core.CoreError):
-        neighbours.hub.send_envelope(0, envelope(), 1, PATIENCE)
+        neighbours.hub.send_envelope(0, envelope(), 1, WAIT_POLICY)
 
 
 def test_a_peer_that_does_not_read_costs_no_more_than_the_timeout(neighbours: Neighbours) -> None:
@@ -328,8 +328,8 @@ def test_unknown_neighbours_and_second_starts_are_refused() -> None:
     left, right = chain(2)
     for call in (
         lambda: left.check(5),
-        lambda: left.take_envelope(5, 1, PATIENCE),
-        lambda: left.send_envelope(5, envelope(), 1, PATIENCE),
+        lambda: left.take_envelope(5, 1, WAIT_POLICY),
+        lambda: left.send_envelope(5, envelope(), 1, WAIT_POLICY),
         left.start,
     ):
         with pytest.raises(_core.CoreError) as caught:
@@ -358,7 +358,7 @@ def test_ctrl_c_interrupts_a_wait() -> None:
     timer.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            left.take_envelope(1, 1, PATIENCE)
+            left.take_envelope(1, 1, WAIT_POLICY)
         timer.join()
     finally:
         signal.signal(signal.SIGINT, before)
@@ -379,7 +379,7 @@ def test_the_interrupt_of_a_wait_may_be_any_exception_of_a_signal_handler() -> N
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.05)
         with pytest.raises(Alarm):
-            left.take_envelope(1, 1, PATIENCE)
+            left.take_envelope(1, 1, WAIT_POLICY)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

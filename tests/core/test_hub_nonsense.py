@@ -15,7 +15,7 @@ from hub_peers import (
     LEAVE,
     MAGIC,
     MEMORY,
-    PATIENCE,
+    WAIT_POLICY,
     Neighbours,
     cause_of,
     failure,
@@ -98,13 +98,13 @@ def test_frames_may_come_in_pieces_of_any_size(neighbours: Neighbours) -> None:
     data = b"".join(frame(ENVELOPE, struct.pack("=6I3Q", 5, 1, 0, i, 1, 0, 64, 2, 4), 5) for i in range(20))
     for start in range(0, len(data), 7):
         neighbours.raw.sendall(data[start : start + 7])
-    assert [neighbours.hub.take_envelope(0, 5, PATIENCE).microbatch for _ in range(20)] == list(range(20))
+    assert [neighbours.hub.take_envelope(0, 5, WAIT_POLICY).microbatch for _ in range(20)] == list(range(20))
 
 
 def test_an_envelope_of_a_wrong_length_is_a_protocol_error(neighbours: Neighbours) -> None:
     neighbours.raw.sendall(frame(ENVELOPE, bytes(47), 5))
     with pytest.raises(_core.CoreError) as caught:
-        neighbours.hub.take_envelope(0, 5, PATIENCE)
+        neighbours.hub.take_envelope(0, 5, WAIT_POLICY)
     assert caught.value.fault == "protocol"
 
 
@@ -112,7 +112,7 @@ def test_a_layout_frame_that_is_too_short_is_a_protocol_error(neighbours: Neighb
     book = _core.LayoutBook(neighbours.hub, 0, 3)
     neighbours.raw.sendall(frame(LAYOUT, b"short", 3, 1))
     with pytest.raises(_core.CoreError) as caught:
-        book.description(1, PATIENCE)
+        book.description(1, WAIT_POLICY)
     assert caught.value.fault == "protocol"
 
 
@@ -120,7 +120,7 @@ def test_a_layout_that_was_never_announced_is_a_protocol_error(neighbours: Neigh
     book = _core.LayoutBook(neighbours.hub, 0, 3)
     neighbours.raw.sendall(frame(LAYOUT, bytes(16) + b"[]", 3, 9))
     with pytest.raises(_core.CoreError) as caught:
-        book.description(1, PATIENCE)
+        book.description(1, WAIT_POLICY)
     assert caught.value.fault == "protocol"
 
 
@@ -195,7 +195,7 @@ def test_descriptors_of_frames_that_were_never_taken_are_closed_with_the_hub() -
         for i in range(8):
             send_with_descriptors(neighbours.raw, frame(MEMORY, bytes(16), channel=i), [file.fileno()])
     neighbours.raw.sendall(frame(ENVELOPE, bytes(48), 5))
-    neighbours.hub.take_envelope(0, 5, PATIENCE)  # so the frames before have been read
+    neighbours.hub.take_envelope(0, 5, WAIT_POLICY)  # so the frames before have been read
     neighbours.close()
     del neighbours
     gc.collect()
@@ -207,13 +207,13 @@ def test_memory_that_is_not_what_it_should_be_is_refused_when_a_link_opens() -> 
     with open(os.devnull) as file:
         send_with_descriptors(neighbours.raw, frame(MEMORY, channel=1 << 31), [file.fileno()])
     with pytest.raises(_core.CoreError) as caught:
-        _core.ShmReceiveLink(neighbours.hub, 0, 0, 4, PATIENCE)
+        _core.ShmReceiveLink(neighbours.hub, 0, 0, 4, WAIT_POLICY)
     assert caught.value.fault == "protocol"
     unsealed = os.memfd_create("pypipe-test")
     os.ftruncate(unsealed, 1 << 16)
     send_with_descriptors(neighbours.raw, frame(MEMORY, channel=(1 << 31) | 1), [unsealed])
     with pytest.raises(_core.CoreError) as caught:
-        _core.ShmReceiveLink(neighbours.hub, 0, 1, 4, PATIENCE)
+        _core.ShmReceiveLink(neighbours.hub, 0, 1, 4, WAIT_POLICY)
     assert caught.value.fault == "protocol"
     os.close(unsealed)
     neighbours.close()

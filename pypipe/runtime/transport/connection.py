@@ -137,18 +137,18 @@ class Connection:
         me, cards = self.world.rank, meeting.cards
         here = sum(card["host"] == cards[me]["host"] for card in cards)
         crowded = here > len(os.sched_getaffinity(0))
-        patience = _core.WaitPolicy(timeout, _SPINS_CROWDED if crowded else _SPINS_ALONE, _LONGEST_SPIN)
-        patience = self.hub.prolonging(patience, self.world.size)
+        wait_policy = _core.WaitPolicy(timeout, _SPINS_CROWDED if crowded else _SPINS_ALONE, _LONGEST_SPIN)
+        wait_policy = self.hub.prolonging(wait_policy, self.world.size)
         for peer in meeting.peers:
             if cards[peer]["host"] == cards[me]["host"]:
-                self.hub.share_record(peer, patience)
+                self.hub.share_record(peer, wait_policy)
         numbers = {channel: number for number, channel in enumerate(links)}
         # One order on all ranks: whoever waits at a link waits for a rank that is busy with an earlier one.
         for number, (link, way) in enumerate(ways.items()):
             if me not in _ends(link):
                 continue
             if way not in carriers:
-                carriers[way] = make(way, self.world, meeting, device, patience)
+                carriers[way] = make(way, self.world, meeting, device, wait_policy)
             on_it = {numbers[channel]: slots[channel] for channel, its_link in links.items() if its_link == link}
             carriers[way].open(number, link, on_it, sends=link.source_rank == me)
         held = [carrier.issue for carrier in carriers.values() if carrier.holds_back]

@@ -48,7 +48,7 @@ class Route:
         device: where tensors live.
         buffers: where messages lie as the backend sends and receives them; the same kind of device at both ends, since
             it decides which of the group's backends carries them.
-        patience: how long to wait.
+        wait_policy: how long to wait.
     """
 
     hub: _core.Hub
@@ -59,7 +59,7 @@ class Route:
     slots: int
     device: torch.device
     buffers: torch.device
-    patience: _core.WaitPolicy
+    wait_policy: _core.WaitPolicy
 
     @property
     def global_peer(self) -> int:
@@ -96,7 +96,7 @@ class _Completion:
 
     def wait(self, route: Route, what: str) -> None:
         """Waits, and raises what the hub knows rather than what the backend says where both fail."""
-        deadline = time.monotonic() + route.patience.timeout
+        deadline = time.monotonic() + route.wait_policy.timeout
         while not self.done.wait(_SLICE_SECONDS):
             try:
                 route.hub.check(route.peer)
@@ -105,10 +105,10 @@ class _Completion:
                     raise
                 # It left in good order, so its bytes are under way.
             if time.monotonic() >= deadline:
-                if route.patience.prolong():
-                    deadline = time.monotonic() + route.patience.timeout
+                if route.wait_policy.prolong():
+                    deadline = time.monotonic() + route.wait_policy.timeout
                     continue
-                raise PipelineTimeout(f"{what} rank {route.peer} did not end in {route.patience.timeout:g} s")
+                raise PipelineTimeout(f"{what} rank {route.peer} did not end in {route.wait_policy.timeout:g} s")
         if self.error is not None:
             _let_hub_speak(route)
             raise PipelineError(
@@ -182,7 +182,7 @@ class C10dSendPort:
     def announce(self, description: str, sizes: list[int], forgotten: int) -> _Layout:
         """Announces a layout."""
         offsets = _core.pack(sizes)
-        number = self._announcer.announce(description, offsets[-1], forgotten, self._route.patience)
+        number = self._announcer.announce(description, offsets[-1], forgotten, self._route.wait_policy)
         self._counters["layouts"] += 1
         return _Layout(number, tuple(offsets[:-1]), offsets[-1])
 
@@ -207,7 +207,7 @@ class C10dSendPort:
         envelope = _core.Envelope(
             tag.stage, tag.kind, tag.microbatch, layout.id, tag.evaluates, layout.bytes, tag.rows, tag.batch_rows
         )
-        route.hub.send_envelope(route.peer, envelope, route.channel, route.patience)
+        route.hub.send_envelope(route.peer, envelope, route.channel, route.wait_policy)
         if layout.bytes:
             with _as_pipeline_error("sending to", route):
                 work = dist.isend(buffer[: layout.bytes], route.global_peer, route.group, route.tag)
@@ -315,7 +315,7 @@ class C10dReceivePort:
     def receive(self, tag: Tag) -> _Slot:
         """Waits for the message of this tag."""
         route = self._route
-        envelope = route.hub.take_envelope(route.peer, route.channel, route.patience)
+        envelope = route.hub.take_envelope(route.peer, route.channel, route.wait_policy)
         _core.check_tag(envelope, route.channel, tag.stage, tag.kind, tag.microbatch, tag.evaluates, route.peer)
         if envelope.bytes > self._slot_bytes:
             self._grow(envelope.bytes)
@@ -342,7 +342,7 @@ class C10dReceivePort:
 
     def description(self, layout: int) -> str:
         """The announced description."""
-        return self._book.description(layout, self._route.patience)
+        return self._book.description(layout, self._route.wait_policy)
 
     def tensor(self, message: _Slot, spec: TensorSpec, offset: int) -> Tensor:
         """A view of the slot, with a version counter of its own."""

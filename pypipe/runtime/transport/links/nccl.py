@@ -44,10 +44,10 @@ class Memory:
 class NcclSendPort:
     """The sending end: keeps what it sends until the device has sent it."""
 
-    def __init__(self, channel: _core.ChannelSender, device: torch.device, patience: _core.WaitPolicy) -> None:
+    def __init__(self, channel: _core.ChannelSender, device: torch.device, wait_policy: _core.WaitPolicy) -> None:
         self._channel = channel
         self._device = device
-        self._patience = patience
+        self._wait_policy = wait_policy
         self._leaving: deque[tuple[int, Sequence[Tensor]]] = deque()
         self._on_gpu = device.type == "cuda"
 
@@ -58,7 +58,7 @@ class NcclSendPort:
 
     def announce(self, description: str, sizes: list[int], forgotten: int) -> _core.OutgoingLayout:
         """Announces a layout."""
-        return self._channel.announce(description, sizes, forgotten, self._patience)
+        return self._channel.announce(description, sizes, forgotten, self._wait_policy)
 
     def send(self, layout: _core.OutgoingLayout, tag: Tag, tensors: Sequence[Tensor]) -> None:
         """Enqueues the transfer, after what the current stream holds."""
@@ -79,7 +79,7 @@ class NcclSendPort:
             tag.batch_rows,
             [tensor.data_ptr() for tensor in tensors],
             current_stream(device),
-            self._patience,
+            self._wait_policy,
         )
         # The allocator would hand freed memory to the compute stream, which does not wait for the link's.
         self._leaving.append((number, [tensor.detach() for tensor in tensors]))
@@ -104,12 +104,12 @@ class NcclReceivePort:
     slots_stay = False
 
     def __init__(
-        self, channel: _core.ChannelReceiver, memory: Memory, device: torch.device, patience: _core.WaitPolicy
+        self, channel: _core.ChannelReceiver, memory: Memory, device: torch.device, wait_policy: _core.WaitPolicy
     ) -> None:
         self._channel = channel
         self._memory = memory
         self._device = device
-        self._patience = patience
+        self._wait_policy = wait_policy
 
     @property
     def counters(self) -> dict[str, int]:
@@ -118,16 +118,16 @@ class NcclReceivePort:
 
     def post(self) -> None:
         """Starts the receives of what has been announced, as far as slots are free."""
-        self._channel.post(current_stream(self._device), self._patience)
+        self._channel.post(current_stream(self._device), self._wait_policy)
 
     def receive(self, tag: Tag) -> _core.Message:
         """The next message: waits for its announcement only; the current stream waits for its bytes."""
         stream = current_stream(self._device)
-        return self._channel.receive(tag.stage, tag.kind, tag.microbatch, tag.evaluates, stream, self._patience)
+        return self._channel.receive(tag.stage, tag.kind, tag.microbatch, tag.evaluates, stream, self._wait_policy)
 
     def description(self, layout: int) -> str:
         """The announced description."""
-        return self._channel.description(layout, self._patience)
+        return self._channel.description(layout, self._wait_policy)
 
     def tensor(self, message: Any, spec: TensorSpec, offset: int) -> Tensor:
         """A fresh tensor, with a version counter of its own, on the slot's memory."""

@@ -104,35 +104,35 @@ def single_communicator(device: torch.device) -> bool:
         return False  # said when the ranks connect, if a link is NCCL's at all
 
 
-def make(name: str, world: Any, meeting: Meeting, device: torch.device, patience: _core.WaitPolicy) -> Carrier:
+def make(name: str, world: Any, meeting: Meeting, device: torch.device, wait_policy: _core.WaitPolicy) -> Carrier:
     """The carrier of that name."""
     if name == "shm":
-        return _Shm(meeting.hub, patience)
+        return _Shm(meeting.hub, wait_policy)
     if name == "nccl":
-        return _Nccl(world, meeting, device, patience)
-    return _C10d(world, meeting, device, patience)
+        return _Nccl(world, meeting, device, wait_policy)
+    return _C10d(world, meeting, device, wait_policy)
 
 
 class _Shm:
     holds_back = False
 
-    def __init__(self, hub: _core.Hub, patience: _core.WaitPolicy) -> None:
+    def __init__(self, hub: _core.Hub, wait_policy: _core.WaitPolicy) -> None:
         self._hub = hub
-        self._patience = patience
+        self._wait_policy = wait_policy
         self._links: dict[Link, Any] = {}
 
     def open(self, number: int, link: Link, channels: dict[int, int], *, sends: bool) -> None:
         kind = _core.ShmSendLink if sends else _core.ShmReceiveLink
         peer = link.target_rank if sends else link.source_rank
-        self._links[link] = kind(self._hub, peer, number, sum(channels.values()), self._patience)
+        self._links[link] = kind(self._hub, peer, number, sum(channels.values()), self._wait_policy)
 
     def send_port(self, link: Link, channel: int, slots: int) -> SendPort:
         core = _core.ChannelSender(self._hub, self._links[link], link.target_rank, channel, slots)
-        return CoreSendPort(core, self._patience)
+        return CoreSendPort(core, self._wait_policy)
 
     def receive_port(self, link: Link, channel: int, slots: int) -> ReceivePort:
         core = _core.ChannelReceiver(self._hub, self._links[link], link.source_rank, channel, slots)
-        return CoreReceivePort(core, self._patience)
+        return CoreReceivePort(core, self._wait_policy)
 
     def issue(self) -> None:
         pass
@@ -161,12 +161,12 @@ class _Nccl:
     _MIN_CTAS = 1
     _CLOSING_SECONDS = 10.0
 
-    def __init__(self, world: Any, meeting: Meeting, device: torch.device, patience: _core.WaitPolicy) -> None:
+    def __init__(self, world: Any, meeting: Meeting, device: torch.device, wait_policy: _core.WaitPolicy) -> None:
         self._world = world
         self._hub = meeting.hub
         self._prefix = meeting.prefix
         self._device = device
-        self._patience = patience
+        self._wait_policy = wait_policy
         self._memory = Memory(device)
         self._links: dict[Link, Any] = {}
         self._edges: dict[Any, _core.NcclEdge] = {}
@@ -207,7 +207,7 @@ class _Nccl:
         rank = ends.index(self._world.rank)
         if rank == 0:
             self._world.publish(where, self._nccl.unique_id().hex())
-        deadline = time.monotonic() + self._patience.timeout
+        deadline = time.monotonic() + self._wait_policy.timeout
         unique_id = bytes.fromhex(read_all(self._world, self._prefix, {ends[0]: where}, deadline)[ends[0]])
         edge = self._edges[key] = _core.NcclEdge(
             self._cuda,
@@ -218,30 +218,30 @@ class _Nccl:
             name,
             self._MIN_CTAS,
             max_ctas(),
-            self._patience,
+            self._wait_policy,
         )
         return edge
 
     def issue(self) -> None:
         if self._group is not None:
-            self._group.issue(self._patience)
+            self._group.issue(self._wait_policy)
 
     def _watch(self) -> None:
         if self._watchdog is None:
             edges = list(self._edges.values())
             self._watchdog = _core.NcclWatchdog(
-                self._hub, edges, _transfer_limit(self._patience.timeout), self._world.size
+                self._hub, edges, _transfer_limit(self._wait_policy.timeout), self._world.size
             )
 
     def send_port(self, link: Link, channel: int, slots: int) -> SendPort:
         self._watch()
         core = _core.ChannelSender(self._hub, self._links[link], link.target_rank, channel, slots)
-        return NcclSendPort(core, self._device, self._patience)
+        return NcclSendPort(core, self._device, self._wait_policy)
 
     def receive_port(self, link: Link, channel: int, slots: int) -> ReceivePort:
         self._watch()
         core = _core.ChannelReceiver(self._hub, self._links[link], link.source_rank, channel, slots)
-        return NcclReceivePort(core, self._memory, self._device, self._patience)
+        return NcclReceivePort(core, self._memory, self._device, self._wait_policy)
 
     def close(self) -> None:
         if self._watchdog is not None:
@@ -257,12 +257,12 @@ _FIRST_TAG = 1 << 29
 class _C10d:
     holds_back = False
 
-    def __init__(self, world: Any, meeting: Meeting, device: torch.device, patience: _core.WaitPolicy) -> None:
+    def __init__(self, world: Any, meeting: Meeting, device: torch.device, wait_policy: _core.WaitPolicy) -> None:
         self._world = world
         self._hub = meeting.hub
         self._devices = [card["device"] for card in meeting.cards]
         self._device = device
-        self._patience = patience
+        self._wait_policy = wait_policy
         self._ports: list[C10dSendPort | C10dReceivePort] = []
 
     def open(self, number: int, link: Link, channels: dict[int, int], *, sends: bool) -> None:
@@ -273,7 +273,7 @@ class _C10d:
         tag = _FIRST_TAG + (self._world.meetings() * 4096 + channel) % (1 << 29)
         # Between devices of two kinds messages go through the hosts' memory.
         buffers = self._device if self._devices[peer] == self._device.type else torch.device("cpu")
-        return Route(self._hub, self._world.group, peer, channel, tag, slots, self._device, buffers, self._patience)
+        return Route(self._hub, self._world.group, peer, channel, tag, slots, self._device, buffers, self._wait_policy)
 
     def send_port(self, link: Link, channel: int, slots: int) -> SendPort:
         port = C10dSendPort(self._route(link.target_rank, channel, slots))

@@ -21,9 +21,9 @@ _HOST = 0  # the stream of a CPU
 class CoreSendPort:
     """The sending end of a channel of the core."""
 
-    def __init__(self, channel: _core.ChannelSender, patience: _core.WaitPolicy) -> None:
+    def __init__(self, channel: _core.ChannelSender, wait_policy: _core.WaitPolicy) -> None:
         self._channel = channel
-        self._patience = patience
+        self._wait_policy = wait_policy
         self.has_room: Callable[[], bool] = channel.has_room
         """Whether a slot is free."""
 
@@ -34,7 +34,7 @@ class CoreSendPort:
 
     def announce(self, description: str, sizes: list[int], forgotten: int) -> _core.OutgoingLayout:
         """Announces a layout; grows the slots where it needs more room."""
-        return self._channel.announce(description, sizes, forgotten, self._patience)
+        return self._channel.announce(description, sizes, forgotten, self._wait_policy)
 
     def send(self, layout: _core.OutgoingLayout, tag: Tag, tensors: Sequence[Tensor]) -> None:
         """Copies the tensors into a free slot of the receiver."""
@@ -54,7 +54,7 @@ class CoreSendPort:
             tag.batch_rows,
             [tensor.data_ptr() for tensor in tensors],
             _HOST,
-            self._patience,
+            self._wait_policy,
         )
 
     def finish(self) -> None:
@@ -71,9 +71,9 @@ class CoreReceivePort:
     def post(self) -> None:
         """Nothing: the sender may go on as soon as a slot is free."""
 
-    def __init__(self, channel: _core.ChannelReceiver, patience: _core.WaitPolicy) -> None:
+    def __init__(self, channel: _core.ChannelReceiver, wait_policy: _core.WaitPolicy) -> None:
         self._channel = channel
-        self._patience = patience
+        self._wait_policy = wait_policy
 
     @property
     def counters(self) -> dict[str, int]:
@@ -82,11 +82,11 @@ class CoreReceivePort:
 
     def receive(self, tag: Tag) -> _core.Message:
         """Waits for the message."""
-        return self._channel.receive(tag.stage, tag.kind, tag.microbatch, tag.evaluates, _HOST, self._patience)
+        return self._channel.receive(tag.stage, tag.kind, tag.microbatch, tag.evaluates, _HOST, self._wait_policy)
 
     def description(self, layout: int) -> str:
         """The announced description."""
-        return self._channel.description(layout, self._patience)
+        return self._channel.description(layout, self._wait_policy)
 
     def tensor(self, message: Any, spec: TensorSpec, offset: int) -> Tensor:
         """A fresh tensor, with a version counter of its own, on the slot's memory."""

@@ -31,7 +31,7 @@ class SelfLoop:
             torch.cuda.set_device(device)
             torch.empty(1, device=device)  # makes the device's context current
         self.device = device
-        self.patience = _core.WaitPolicy(timeout)
+        self.wait_policy = _core.WaitPolicy(timeout)
         self.hubs = (_core.Hub(0), _core.Hub(1))
         for hub, end, peer in zip(self.hubs, socket.socketpair(), (1, 0), strict=True):
             end.setblocking(False)
@@ -40,7 +40,7 @@ class SelfLoop:
             hub.start()
         cuda, nccl = libraries.cuda(), libraries.nccl()
         self.edge = _core.NcclEdge(
-            cuda, nccl, nccl.unique_id(), 0, _core.NcclDirection.TO_ITSELF, "pypipe self", 1, 4, self.patience
+            cuda, nccl, nccl.unique_id(), 0, _core.NcclDirection.TO_ITSELF, "pypipe self", 1, 4, self.wait_policy
         )
         self.group = _core.NcclGroup()
         self.watchdog = _core.NcclWatchdog(self.hubs[0], [self.edge], timeout, 1)
@@ -60,17 +60,17 @@ class SelfLoop:
         sender = _core.ChannelSender(here, send_link, there_rank(backwards), number, slots)
         receiver = _core.ChannelReceiver(there, receive_link, here_rank(backwards), number, slots)
         return (
-            NcclSendPort(sender, self.device, self.patience),
-            NcclReceivePort(receiver, self._memory, self.device, self.patience),
+            NcclSendPort(sender, self.device, self.wait_policy),
+            NcclReceivePort(receiver, self._memory, self.device, self.wait_policy),
         )
 
     def issue(self) -> None:
         """What was sent and posted goes out."""
-        self.group.issue(self.patience)
+        self.group.issue(self.wait_policy)
 
     def close(self) -> None:
         """Takes the communicator and the sockets down."""
-        self.watchdog.close(self.patience)
+        self.watchdog.close(self.wait_policy)
         for hub in self.hubs:
             hub.close()
 
