@@ -1,4 +1,4 @@
-// The log of actions under readers that come at any time, and questions that go round hubs. Arguments: seed, rounds.
+// The log of actions while other threads read it, and questions among hubs. Arguments: seed, rounds.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -19,7 +19,7 @@
 namespace pypipe::test {
 namespace {
 
-// One thread writes actions 0, 1, 2, ...; what readers see is always a whole stretch of that.
+// One thread writes actions 0, 1, 2, ...; readers always see a contiguous range of whole actions.
 void readers(std::uint64_t count) {
   ActionLog log(3, 8, "");
   std::atomic<bool> done{false};
@@ -101,7 +101,7 @@ void traces_and_files() {
   expect(Fault::system, [] { ActionLog nowhere(0, 4, "/nonexistent/record"); }, "a folder that is not there");
 }
 
-// A ring of hubs; every rank asks while all of them work, one fails and some leave.
+// A ring of hubs: every rank asks while all of them work, one of them fails and some leave.
 void questions(std::uint64_t seed, std::uint64_t rounds) {
   constexpr std::size_t size = 4;
   constexpr std::chrono::hours lately{1};
@@ -120,10 +120,10 @@ void questions(std::uint64_t seed, std::uint64_t rounds) {
     const std::size_t busy = random.below(size);
     logs[busy]->set_busy("writing");
     check_equal(hubs[(busy + 2) % size]->ask(size, policy()).size(), size, "answers of a whole pipeline");
-    check(hubs[(busy + 1) % size]->any_rank_is_busy(size, lately), "somebody is busy");
+    check(hubs[(busy + 1) % size]->any_rank_is_busy(size, lately), "a rank is busy");
     logs[busy]->set_busy("");
-    check(hubs[(busy + 1) % size]->any_rank_is_busy(size, lately), "somebody was busy just now");
-    check(!hubs[(busy + 1) % size]->any_rank_is_busy(size, std::chrono::nanoseconds(1)), "nobody is busy");
+    check(hubs[(busy + 1) % size]->any_rank_is_busy(size, lately), "a rank was busy just now");
+    check(!hubs[(busy + 1) % size]->any_rank_is_busy(size, std::chrono::nanoseconds(1)), "no rank is busy");
     std::vector<std::thread> threads;
     for (std::size_t i = 0; i < size; ++i) {
       threads.emplace_back([&, i] {
@@ -163,7 +163,7 @@ void stops(std::uint64_t seed, std::uint64_t rounds) {
       threads.emplace_back([&, i] {
         std::uint32_t n = 0;
         const auto run = [&] {
-          for (;;) {  // without a look at each action this would never end
+          for (;;) {  // if an action did not check for failures, this would never end
             logs[i]->step();
             ++steps[i];
             for (int action = 0; action < 3; ++action, ++n) {
@@ -188,7 +188,7 @@ void stops(std::uint64_t seed, std::uint64_t rounds) {
   }
 }
 
-// A rank that dies leaves its record with its neighbour.
+// The record of a rank that dies stays with its neighbour.
 void last_words() {
   auto [mine, theirs] = socket_pair();
   Hub hub(0);

@@ -1,4 +1,4 @@
-// Causes of failures, as the tests of hubs make and check them.
+// Makes and checks causes of failures.
 #pragma once
 
 #include <string>

@@ -1,4 +1,4 @@
-// Hubs: frames from many threads, aborts, deaths and farewells while others wait. Arguments: seed, rounds.
+// Hubs: frames from many threads, and aborts, deaths and leaves while other threads wait. Arguments: seed, rounds.
 // Parks are endless here: see endless.hpp.
 #include <fcntl.h>
 #include <poll.h>
@@ -29,7 +29,7 @@ std::string text_of(std::uint64_t key, std::size_t bytes) {
 // --- frames
 // ----------------------------------------------------------------------------------------------------------
 
-// Several senders each way, each with an order of its own, descriptors among them.
+// Several senders each way, some of them of descriptors; the frames of each stay in order.
 void frames(std::uint64_t seed, std::uint64_t count) {
   std::array<std::unique_ptr<Hub>, 2> hubs{std::make_unique<Hub>(0), std::make_unique<Hub>(1)};
   join(*hubs[0], *hubs[1]);
@@ -92,25 +92,24 @@ struct Chain {
                                            std::make_unique<Hub>(2)};
 };
 
-// Waits for a hub's cause as a waiting thread would: by waiting.
+// Waits for a hub's cause as other threads do: in take().
 Cause cause_of(Hub& hub, int peer) {
   (void)error_of([&] { (void)hub.take(peer, FrameType::envelope, 99, policy()); }, "the pipeline has failed");
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(30);
-  while (!hub.cause()) {  // a peer that is gone is noticed a moment before the failure is
+  while (!hub.cause()) {  // a peer's end may be noticed a moment before the failure
     check(std::chrono::steady_clock::now() < deadline, "a hub never learned the cause");
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   return *hub.cause();
 }
 
-// One rank aborts, with two causes from two threads; everybody who waits anywhere wakes, and all know one
-// cause.
+// One rank aborts, with two causes from two threads: all waiting threads wake, and all ranks have the same cause.
 void aborts(std::uint64_t seed, std::uint64_t rounds) {
   Random random(seed);
   for (std::uint64_t round = 0; round < rounds; ++round) {
     Chain chain;
     constexpr std::array<std::pair<std::size_t, int>, 6> waits{{{0, 1}, {1, 0}, {1, 2}, {2, 1}, {1, 0}, {0, 1}}};
-    Doorbell bell;  // somebody who waits for something else than a frame
+    Doorbell bell;  // of a thread that waits for something other than a frame
     chain.hubs[1]->watch(bell);
     std::vector<std::thread> threads;
     for (const auto& [at, peer] : waits) {
@@ -142,7 +141,7 @@ void aborts(std::uint64_t seed, std::uint64_t rounds) {
   }
 }
 
-// Both ends of the chain fail at once: each rank ends up with one of the two causes, and nobody hangs.
+// Both ends of the chain fail at once: each rank ends up with one of the two causes, and none hangs.
 void crossing_aborts(std::uint64_t rounds) {
   for (std::uint64_t round = 0; round < rounds; ++round) {
     Chain chain;
@@ -157,7 +156,7 @@ void crossing_aborts(std::uint64_t rounds) {
   }
 }
 
-// A peer whose socket closes without a word: its neighbours fail and say who was lost; theirs hear of it.
+// A peer's socket closes without a leave frame: its neighbours fail and name the lost rank, and so do theirs.
 void death(std::uint64_t rounds) {
   for (std::uint64_t round = 0; round < rounds; ++round) {
     Hub middle(1);
@@ -176,7 +175,7 @@ void death(std::uint64_t rounds) {
     threads.emplace_back([&] { wait(middle, 0); });
     threads.emplace_back([&] { wait(middle, 2); });
     threads.emplace_back([&] { wait(end, 1); });
-    // What arrived before the death still counts, whole frames only.
+    // Whole frames that arrived before the death can still be taken.
     const auto header = encode_header(FrameType::layout, 5, 77, 4);
     check(::write(dying.get(), header.data(), header.size()) == ssize_t{frame_header_bytes}, "write");
     check(::write(dying.get(), "last", 4) == 4, "write");
@@ -191,7 +190,7 @@ void death(std::uint64_t rounds) {
   }
 }
 
-// Bytes that are no frame: the pipeline fails, and whoever sent them is told so by the end of the stream.
+// Bytes that are not a frame: the pipeline fails, and the socket of the peer that sent them ends.
 void garbage(std::uint64_t seed) {
   Random random(seed);
   for (int round = 0; round < 10; ++round) {
@@ -207,10 +206,10 @@ void garbage(std::uint64_t seed) {
   }
 }
 
-// --- farewells
+// --- leaving
 // -------------------------------------------------------------------------------------------------------
 
-// A leave wakes whoever waits for that peer, lets what was sent be read, and is no failure.
+// A leave wakes the threads that wait for that peer; frames sent before it can be read, and the pipeline has not failed.
 void leave(std::uint64_t rounds) {
   for (std::uint64_t round = 0; round < rounds; ++round) {
     Chain chain;
@@ -235,7 +234,7 @@ void leave(std::uint64_t rounds) {
         Fault::peer_gone, [&] { chain.hubs[1]->send(0, FrameType::envelope, 2, 0, {}, policy()); },
         "sending to one that left");
     check(!chain.hubs[1]->cause() && !chain.hubs[2]->cause(), "a leave counted as a failure");
-    // The others go on.
+    // The other ranks continue.
     chain.hubs[2]->send(1, FrameType::envelope, 3, 4, "still here", policy());
     check(chain.hubs[1]->take(2, FrameType::envelope, 3, policy()).payload == "still here", "the chain broke");
     chain.hubs[2]->abort(failure("later"));
@@ -245,7 +244,7 @@ void leave(std::uint64_t rounds) {
   }
 }
 
-// close() in one thread while others of the same rank wait: they wake.
+// close() in one thread wakes the waiting threads of the same rank.
 void close_while_waiting(std::uint64_t rounds) {
   for (std::uint64_t round = 0; round < rounds; ++round) {
     Hub left(0);
@@ -263,7 +262,7 @@ void close_while_waiting(std::uint64_t rounds) {
           Fault::peer_gone, [&] { (void)await(bell, policy(), [] { return false; }, [&] { left.check(1); }); },
           "a link beside close()");
     });
-    std::thread sender([&] {  // whenever it happens, it is an error and not a crash
+    std::thread sender([&] {  // at any moment, this is an error and not a crash
       (void)error_of(
           [&] {
             for (;;) left.send(1, FrameType::envelope, 1, 0, "x", policy());
@@ -290,7 +289,7 @@ void close_while_waiting(std::uint64_t rounds) {
 // --- a peer that does not read
 // ---------------------------------------------------------------------------------------
 
-// A hub whose peer is a bare socket that this thread reads or not.
+// A hub whose peer is a bare socket.
 struct Deaf {
   Deaf() {
     auto [mine, theirs] = socket_pair();
@@ -298,13 +297,12 @@ struct Deaf {
     hub.add_peer(1, std::move(mine));
     hub.start();
   }
-  // Sends until the socket is full and somebody is stuck in the middle of a frame.
+  // Sends until the socket is full and the sender is stuck in the middle of a frame.
   void fill(const WaitPolicy& waiting) {
     const std::string payload(*limit(FrameType::layout), 'x');
     for (;;) hub.send(1, FrameType::layout, 1, 0, payload, waiting);
   }
-  // Everything that the hub wrote, until its socket closes: whole frames, but for a last one that was cut
-  // short.
+  // All that the hub wrote until its socket closed: whole frames, except that the last one may be cut short.
   [[nodiscard]] std::vector<Frame> read_all() const {
     FrameReader reader;
     std::vector<Frame> frames;
@@ -329,7 +327,7 @@ void full_socket() {
   with_interruption.interruption = [] { throw Error(Fault::usage, "interrupted"); };
   expect(Fault::usage, [&] { interrupted.fill(with_interruption); }, "Ctrl-C while the socket is full");
 
-  // Farewells take no longer than they may, whatever other threads have in mind.
+  // close() and abort() return in time, whatever other threads are doing.
   const auto soon = std::chrono::steady_clock::now() + std::chrono::seconds(20);
   Deaf closed;
   std::thread first([&] { (void)error_of([&] { closed.fill(policy(std::chrono::minutes(5))); }, "close()"); });
@@ -345,13 +343,12 @@ void full_socket() {
   check(std::chrono::steady_clock::now() < soon, "close() or abort() waited for a sender");
 }
 
-// A failure while a large frame is on its way to a slow but living peer: the peer reads the cause, not
-// garbage.
+// A failure while a large frame is being sent to a slow peer: the peer reads the cause, not garbage.
 void abort_behind_a_large_frame(std::uint64_t rounds) {
   for (std::uint64_t round = 0; round < rounds; ++round) {
     Deaf slow;
     std::thread sender([&] { (void)error_of([&] { slow.fill(policy()); }, "a sender beside abort()"); });
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));  // most probably it is in the middle of a frame now
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));  // it is probably in the middle of a frame now
     std::vector<Frame> frames;
     std::thread reader([&] {
       std::this_thread::sleep_for(std::chrono::milliseconds(100));
@@ -373,7 +370,7 @@ void abort_behind_a_large_frame(std::uint64_t rounds) {
   }
 }
 
-// After a send that gave up in the middle of a frame, nothing that follows may be taken for the rest of it.
+// After a send gave up in the middle of a frame, the peer must not take later bytes for the rest of that frame.
 void nothing_after_half_a_frame() {
   Deaf slow;
   expect(Fault::timeout, [&] { slow.fill(policy(std::chrono::milliseconds(50))); }, "a peer that does not read");
@@ -458,7 +455,7 @@ int main(int count, char** values) {
   leave(rounds);
   begin("close() while others wait", 45);
   close_while_waiting(rounds);
-  begin("a socket that nobody reads");
+  begin("a socket that is not read");
   full_socket();
   begin("an abort behind a large frame");
   abort_behind_a_large_frame(5);

@@ -1,4 +1,4 @@
-// The shared-memory link against peers that die, leave, lie or misunderstand.
+// The shared-memory link with peers that die, leave, or send what they should not.
 #include <atomic>
 #include <limits>
 #include <thread>
@@ -65,7 +65,7 @@ void waits() {
   expect(Fault::usage, [&] { ends.send(3, 4097); }, "a message larger than its slot");
 }
 
-// A received message stays readable whatever becomes of its link, its hub and its slots.
+// A received message stays readable after its link, its hub and its slots are gone.
 void outlived() {
   Arrival kept;
   {
@@ -81,7 +81,7 @@ void outlived() {
   for (std::size_t i = 0; i < 4096; ++i) check(kept.slot.data[i] == std::byte{5}, "a kept message changed");
 }
 
-// What was sent before a leave is still delivered; then both directions say that the peer is gone.
+// Messages sent before a leave are delivered; then both ends report that the peer is gone.
 void last_messages() {
   Ends ends(3);
   ends.send(0);
@@ -92,7 +92,7 @@ void last_messages() {
   expect(Fault::peer_gone, [&] { (void)ends.receive(); }, "nothing more will come");
   check(!ends.right.cause(), "a leave is no failure");
 
-  // The other way: credits that were returned before a leave still count.
+  // In the other direction, credits that were returned before a leave still count.
   Ends others(1);
   others.send(0);
   others.receiver->release(others.receive().slot, Stream{});
@@ -101,12 +101,12 @@ void last_messages() {
   expect(Fault::peer_gone, [&] { others.send(2); }, "no slot will come free");
 }
 
-// Whoever waits wakes when the pipeline fails, at either end.
+// A waiting thread wakes when the pipeline fails, at either end.
 void aborts(std::uint64_t rounds) {
   for (std::uint64_t round = 0; round < rounds; ++round) {
     Ends ends(1);
     ends.send(0);
-    // The message was sent, but where its slots were announced by a frame that is still unread, it is lost.
+    // The message was sent, but it is lost if the frame that announced its slots has not been read yet.
     std::thread receiver([&] {
       expect(
           Fault::aborted,
@@ -123,8 +123,7 @@ void aborts(std::uint64_t rounds) {
   }
 }
 
-// A receiver that returns what it does not have: an error for the sender, and nothing is written out of
-// place.
+// A receiver that returns slots it does not have: the sender raises an error, and no slot in use is overwritten.
 void false_credits() {
   const auto after = [](Slot forged, const char* what) {
     const Ends ends(2);
@@ -150,7 +149,7 @@ void released_twice() {
   const Ends ends(3);
   for (std::uint32_t microbatch = 0; microbatch < 3; ++microbatch) ends.send(microbatch);
   const Slot first = ends.receive().slot;
-  (void)ends.receive();  // alive, as the third is: a slot too many would be written over one of them
+  (void)ends.receive();  // alive, as the third is: a slot too many would overwrite one of them
   ends.receiver->release(first, Stream{});
   ends.receiver->release(first, Stream{});
   expect(Fault::protocol, [&] { ends.send(3, 8, moment); }, "a slot was released twice");
@@ -218,7 +217,7 @@ void tags() {
   check(receiver.layout(arrival.envelope.layout, policy()).description == "a later layout", "another layout");
 }
 
-// A layout that was never announced, or forgotten, is an error at once and not a wait.
+// A layout that was never announced, or was forgotten, is an error at once, without a wait.
 void unknown_layouts() {
   Hub left(0);
   Hub right(1);
@@ -241,7 +240,7 @@ void unknown_layouts() {
   check(book.find(fourth, policy()).description == "fourth", "a refused announcement spoils the next");
 }
 
-// A wait that is foreseen: it sleeps, polls when the end should come, and sleeps again.
+// A wait of a known length: sleeps, polls when the end is expected, and sleeps again.
 void foreseen_waits() {
   Doorbell bell;
   WaitPolicy waiting = policy(std::chrono::milliseconds(20));
