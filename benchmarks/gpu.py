@@ -319,13 +319,14 @@ def _looped(*sizes: int) -> tuple[Any, Callable[[], None], Callable[[], None]]:
     import self_loop
     import torch
 
+    from pypipe.program import Kind
     from pypipe.runtime.transport.channel import Tag
 
     loop = self_loop.SelfLoop(_device())
     sender, receiver = loop.channel(2)
     layout = sender.announce("{}", list(sizes), 0)
     tensors = [torch.zeros(size, dtype=torch.uint8, device=_device()) for size in sizes]
-    tag = Tag(0, self_loop.FORWARD, 0, 0, 0)
+    tag = Tag(0, Kind.F.order, 0, 0, 0)
 
     def start() -> None:
         receiver.post(0)

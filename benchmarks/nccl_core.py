@@ -43,7 +43,7 @@ def main(path: str, messages: int, cuda_library: str, nccl_library: str) -> None
     assert spec is not None
     core: Any = importlib.util.module_from_spec(spec)
     loader.exec_module(core)
-    patience = core.Patience(600.0)
+    wait_policy, kind = core.WaitPolicy(600.0), core.ActionKind.F.value
     hubs = core.Hub(0), core.Hub(1)
     for hub, end, peer in zip(hubs, socket.socketpair(), (1, 0), strict=True):
         end.setblocking(False)
@@ -54,7 +54,9 @@ def main(path: str, messages: int, cuda_library: str, nccl_library: str) -> None
     edges: dict[int, Any] = {}
 
     def join(rank: int) -> None:
-        edges[rank] = core.NcclEdge(cuda, nccl, unique_id, rank, core.NcclTraffic.ONE_WAY, "pypipe", 1, 4, patience)
+        edges[rank] = core.NcclEdge(
+            cuda, nccl, unique_id, rank, core.NcclDirection.ONE_WAY, "pypipe", 1, 4, wait_policy
+        )
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
     for thread in threads:
@@ -63,26 +65,26 @@ def main(path: str, messages: int, cuda_library: str, nccl_library: str) -> None
         thread.join()
     send_link = core.NcclSendLink(hubs[0], 1, 0, edges[0], _Memory, None)
     receive_link = core.NcclReceiveLink(hubs[1], 0, 0, edges[1], _Memory, [(0, SLOTS)], None)
-    sender = core.SendChannel(hubs[0], send_link, 1, 0, SLOTS)
-    receiver = core.ReceiveChannel(hubs[1], receive_link, 0, 0, SLOTS)
-    layout = sender.announce("{}", [BYTES], 0, patience)
+    sender = core.ChannelSender(hubs[0], send_link, 1, 0, SLOTS)
+    receiver = core.ChannelReceiver(hubs[1], receive_link, 0, 0, SLOTS)
+    layout = sender.announce("{}", [BYTES], 0, wait_policy)
     tensor, stream = _Memory(BYTES).data_ptr(), 0
     spent = {"send": [0.0, 0.0], "receive": [0.0, 0.0]}
     pause = 0.02 if messages < 10_000 else 0.003  # a profiler makes everything slow
     for _ in range(messages // SLOTS):
         begun = _used()
         for microbatch in range(SLOTS):
-            sender.send(layout, 0, ord("F"), microbatch, 1, SLOTS, [tensor], stream, patience)
+            sender.send(layout, 0, kind, microbatch, False, 1, SLOTS, [tensor], stream, wait_policy)
             sender.sent()
         _add(spent["send"], begun)
         time.sleep(pause)  # until all has been announced: what is counted below is no waiting
         begun = _used()
-        receiver.post(stream, patience)
+        receiver.post(stream, wait_policy)
         _add(spent["receive"], begun)
         time.sleep(pause)  # until all has arrived
         begun = _used()
         for microbatch in range(SLOTS):
-            receiver.release(receiver.receive(0, ord("F"), microbatch, stream, patience), stream)
+            receiver.release(receiver.receive(0, kind, microbatch, False, stream, wait_policy), stream)
         _add(spent["receive"], begun)
     for hub in hubs:
         hub.close()

@@ -138,7 +138,7 @@ def _rank(rank: int, folder: str, messages: int) -> dict[str, float]:
     connection = connect(
         find_world(), torch.device("cpu"), links, {forward: BATCH, backward: 1}, {}, lambda cards: None, 600.0
     )
-    there, back = Tag(0, ord("F"), 0, 1, 1), Tag(1, ord("B"), 0, 1, 1)
+    there, back = Tag(0, Kind.F.order, 0, 1, 1), Tag(1, Kind.B.order, 0, 1, 1)
     tensor = torch.zeros(BYTES, dtype=torch.uint8)
     times: dict[str, list[float]] = {}
 

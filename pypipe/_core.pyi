@@ -4,12 +4,86 @@ The C++ core of pypipe: control sockets, links and channels. Not a public interf
 from __future__ import annotations
 import collections.abc
 import typing
-__all__: list[str] = ['CoreError', 'CudaLibrary', 'Envelope', 'Hub', 'LayoutAnnouncer', 'LayoutBook', 'Message', 'NcclEdge', 'NcclGroup', 'NcclLibrary', 'NcclReceiveLink', 'NcclSendLink', 'NcclTraffic', 'NcclWatchdog', 'PART_ALIGNMENT', 'Patience', 'ReceiveChannel', 'ReceiveLink', 'Recorder', 'SendChannel', 'SendLayout', 'SendLink', 'ShmReceiveLink', 'ShmSendLink', 'check_tag', 'loaded_library', 'open_cuda', 'open_nccl', 'pack']
+__all__: list[str] = ['ActionEntry', 'ActionKind', 'ActionLog', 'Cause', 'CauseKind', 'ChannelReceiver', 'ChannelSender', 'CoreError', 'CudaLibrary', 'Envelope', 'Hub', 'LayoutAnnouncer', 'LayoutBook', 'Message', 'NcclDirection', 'NcclEdge', 'NcclGroup', 'NcclLibrary', 'NcclReceiveLink', 'NcclSendLink', 'NcclWatchdog', 'OutgoingLayout', 'PART_ALIGNMENT', 'RankReport', 'RankStatus', 'ReceiveLink', 'RecordFile', 'SendLink', 'ShmReceiveLink', 'ShmSendLink', 'WaitPolicy', 'check_tag', 'loaded_library', 'open_cuda', 'open_nccl', 'pack', 'read_record']
 class CoreError(RuntimeError):
     fault: typing.ClassVar[str] = ''
-class Patience:
+class ActionKind:
     """
-    How long (seconds) and how eagerly to wait: polls before parking, and seconds of more polls while waits are that short.
+    Kinds of actions, as the program has them.
+    
+    Members:
+    
+      F
+    
+      B
+    
+      I
+    
+      W
+    
+      SEND_F
+    
+      RECV_F
+    
+      SEND_B
+    
+      RECV_B
+    
+      UNSHARD
+    
+      RESHARD
+    
+      REDUCE_GRAD
+    """
+    B: typing.ClassVar[ActionKind]
+    F: typing.ClassVar[ActionKind]
+    I: typing.ClassVar[ActionKind]
+    RECV_B: typing.ClassVar[ActionKind]
+    RECV_F: typing.ClassVar[ActionKind]
+    REDUCE_GRAD: typing.ClassVar[ActionKind]
+    RESHARD: typing.ClassVar[ActionKind]
+    SEND_B: typing.ClassVar[ActionKind]
+    SEND_F: typing.ClassVar[ActionKind]
+    UNSHARD: typing.ClassVar[ActionKind]
+    W: typing.ClassVar[ActionKind]
+    __members__: typing.ClassVar[dict[str, ActionKind]]
+    @typing.overload
+    def __eq__(self, other: ActionKind) -> bool:
+        ...
+    @typing.overload
+    def __eq__(self, other: typing.Any) -> bool:
+        ...
+    def __getstate__(self) -> int:
+        ...
+    def __hash__(self) -> int:
+        ...
+    def __index__(self) -> int:
+        ...
+    def __init__(self, value: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    def __int__(self) -> int:
+        ...
+    @typing.overload
+    def __ne__(self, other: ActionKind) -> bool:
+        ...
+    @typing.overload
+    def __ne__(self, other: typing.Any) -> bool:
+        ...
+    def __repr__(self) -> str:
+        ...
+    def __setstate__(self, state: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    def __str__(self) -> str:
+        ...
+    @property
+    def name(self) -> str:
+        ...
+    @property
+    def value(self) -> int:
+        ...
+class WaitPolicy:
+    """
+    How long (seconds) to wait, how many polls come before parking, and for how many seconds to poll when a wait should be about to end.
     """
     def __init__(self, timeout: typing.SupportsFloat | typing.SupportsIndex, spins: typing.SupportsInt | typing.SupportsIndex = 0, longest_spin: typing.SupportsFloat | typing.SupportsIndex = 0.0) -> None:
         ...
@@ -27,13 +101,16 @@ class Envelope:
     """
     The tag of a message, and how much of the batch it is.
     """
-    def __init__(self, stage: typing.SupportsInt | typing.SupportsIndex, kind: typing.SupportsInt | typing.SupportsIndex, microbatch: typing.SupportsInt | typing.SupportsIndex, layout: typing.SupportsInt | typing.SupportsIndex, bytes: typing.SupportsInt | typing.SupportsIndex, rows: typing.SupportsInt | typing.SupportsIndex, batch_rows: typing.SupportsInt | typing.SupportsIndex) -> None:
+    def __init__(self, stage: typing.SupportsInt | typing.SupportsIndex, kind: typing.SupportsInt | typing.SupportsIndex, microbatch: typing.SupportsInt | typing.SupportsIndex, layout: typing.SupportsInt | typing.SupportsIndex, evaluates: bool, bytes: typing.SupportsInt | typing.SupportsIndex, rows: typing.SupportsInt | typing.SupportsIndex, batch_rows: typing.SupportsInt | typing.SupportsIndex) -> None:
         ...
     @property
     def batch_rows(self) -> int:
         ...
     @property
     def bytes(self) -> int:
+        ...
+    @property
+    def evaluates(self) -> bool:
         ...
     @property
     def kind(self) -> int:
@@ -50,20 +127,218 @@ class Envelope:
     @property
     def stage(self) -> int:
         ...
-class Recorder:
+class ActionEntry:
     """
-    A ring of what this rank did last; see csrc/control/recorder.hpp.
+    One action of a rank, and when it was done; see rank_status.hpp.
+    """
+    def __init__(self, stage: typing.SupportsInt | typing.SupportsIndex, kind: typing.SupportsInt | typing.SupportsIndex, microbatch: typing.SupportsInt | typing.SupportsIndex, step: typing.SupportsInt | typing.SupportsIndex, start: typing.SupportsInt | typing.SupportsIndex, ready: typing.SupportsInt | typing.SupportsIndex = 0, end: typing.SupportsInt | typing.SupportsIndex = 0) -> None:
+        ...
+    @property
+    def end(self) -> int:
+        ...
+    @property
+    def kind(self) -> int:
+        ...
+    @property
+    def microbatch(self) -> int:
+        ...
+    @property
+    def ready(self) -> int:
+        ...
+    @property
+    def stage(self) -> int:
+        ...
+    @property
+    def start(self) -> int:
+        ...
+    @property
+    def step(self) -> int:
+        ...
+class RankStatus:
+    """
+    What a rank is doing; its actions' times are nanoseconds ago.
+    """
+    def __init__(self, rank: typing.SupportsInt | typing.SupportsIndex, step: typing.SupportsInt | typing.SupportsIndex, now: ActionEntry | None = None, last: ActionEntry | None = None, busy: str = '', busy_for: typing.SupportsFloat | typing.SupportsIndex = 0.0) -> None:
+        ...
+    @property
+    def busy(self) -> str | None:
+        """
+        What it says that it is busy with.
+        """
+    @property
+    def busy_for(self) -> float:
+        """
+        Seconds.
+        """
+    @property
+    def last(self) -> ActionEntry | None:
+        """
+        The action completed last.
+        """
+    @property
+    def now(self) -> ActionEntry | None:
+        """
+        The action in progress.
+        """
+    @property
+    def rank(self) -> int:
+        ...
+    @property
+    def step(self) -> int:
+        ...
+class RankReport:
+    """
+    A status, and whether its rank was silent, so that this is what its record says.
+    """
+    def __init__(self, status: RankStatus, silent: bool = False) -> None:
+        ...
+    @property
+    def silent(self) -> bool:
+        ...
+    @property
+    def status(self) -> RankStatus:
+        ...
+class CauseKind:
+    """
+    Why a pipeline failed; see csrc/control/cause.hpp.
+    
+    Members:
+    
+      ERROR
+    
+      INTERRUPT
+    
+      TIMEOUT
+    
+      LEFT
+    
+      LOST
+    
+      LINK
+    
+      OVERDUE
+    """
+    ERROR: typing.ClassVar[CauseKind]
+    INTERRUPT: typing.ClassVar[CauseKind]
+    LEFT: typing.ClassVar[CauseKind]
+    LINK: typing.ClassVar[CauseKind]
+    LOST: typing.ClassVar[CauseKind]
+    OVERDUE: typing.ClassVar[CauseKind]
+    TIMEOUT: typing.ClassVar[CauseKind]
+    __members__: typing.ClassVar[dict[str, CauseKind]]
+    @typing.overload
+    def __eq__(self, other: CauseKind) -> bool:
+        ...
+    @typing.overload
+    def __eq__(self, other: typing.Any) -> bool:
+        ...
+    def __getstate__(self) -> int:
+        ...
+    def __hash__(self) -> int:
+        ...
+    def __index__(self) -> int:
+        ...
+    def __init__(self, value: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    def __int__(self) -> int:
+        ...
+    @typing.overload
+    def __ne__(self, other: CauseKind) -> bool:
+        ...
+    @typing.overload
+    def __ne__(self, other: typing.Any) -> bool:
+        ...
+    def __repr__(self) -> str:
+        ...
+    def __setstate__(self, state: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    def __str__(self) -> str:
+        ...
+    @property
+    def name(self) -> str:
+        ...
+    @property
+    def value(self) -> int:
+        ...
+class Cause:
+    """
+    The first cause of a pipeline's failure; see csrc/control/cause.hpp.
+    """
+    @staticmethod
+    def decode(bytes: bytes) -> Cause:
+        ...
+    def __eq__(self, other: typing.Any) -> bool:
+        ...
+    def __hash__(self) -> int:
+        ...
+    def __init__(self, kind: CauseKind, rank: typing.SupportsInt | typing.SupportsIndex, *, seen_by: typing.SupportsInt | typing.SupportsIndex | None = None, stage: typing.SupportsInt | typing.SupportsIndex | None = None, action_kind: typing.SupportsInt | typing.SupportsIndex | None = None, microbatch: typing.SupportsInt | typing.SupportsIndex | None = None, call: typing.SupportsInt | typing.SupportsIndex = 0, call_name: str = '', trains: bool = False, doing: str = '', type: str = '', message: str = '', traceback: str = '', ranks: typing.SupportsInt | typing.SupportsIndex = 0, limit: typing.SupportsFloat | typing.SupportsIndex = 0.0, reports: collections.abc.Sequence[RankReport] = []) -> None:
+        ...
+    def encode(self) -> bytes:
+        ...
+    @property
+    def action_kind(self) -> int | None:
+        ...
+    @property
+    def call(self) -> int:
+        """
+        The number of the call of step() or eval(); 0: in none.
+        """
+    @property
+    def call_name(self) -> str:
+        ...
+    @property
+    def doing(self) -> str:
+        ...
+    @property
+    def kind(self) -> CauseKind:
+        ...
+    @property
+    def limit(self) -> float:
+        """
+        Seconds.
+        """
+    @property
+    def message(self) -> str:
+        ...
+    @property
+    def microbatch(self) -> int | None:
+        ...
+    @property
+    def rank(self) -> int:
+        ...
+    @property
+    def ranks(self) -> int:
+        ...
+    @property
+    def reports(self) -> list[RankReport]:
+        ...
+    @property
+    def seen_by(self) -> int | None:
+        ...
+    @property
+    def stage(self) -> int | None:
+        ...
+    @property
+    def traceback(self) -> str:
+        ...
+    @property
+    def trains(self) -> bool:
+        ...
+    @property
+    def type(self) -> str:
+        ...
+class ActionLog:
+    """
+    A ring of this rank's latest actions; see csrc/control/action_log.hpp.
     """
     def __init__(self, rank: typing.SupportsInt | typing.SupportsIndex, capacity: typing.SupportsInt | typing.SupportsIndex, path: str) -> None:
         ...
-    def activity(self) -> str:
+    def actions(self) -> list[ActionEntry]:
         ...
     def begin(self, code: typing.SupportsInt | typing.SupportsIndex) -> None:
         """
         stage << 40 | kind << 32 | microbatch; ends the action before it. CoreError once this step has failed.
         """
-    def deeds(self) -> list[tuple[int, int, int, int, int, int, int]]:
-        ...
     def discard(self) -> None:
         ...
     def end(self) -> None:
@@ -72,13 +347,34 @@ class Recorder:
         ...
     def set_busy(self, work: str) -> None:
         ...
-    def set_cause(self, cause: str, step: typing.SupportsInt | typing.SupportsIndex = 0) -> None:
+    def set_cause(self, cause: Cause, step: typing.SupportsInt | typing.SupportsIndex = 0) -> None:
         ...
     def start_trace(self, capacity: typing.SupportsInt | typing.SupportsIndex) -> None:
         ...
+    def status(self) -> RankStatus:
+        ...
     def step(self) -> None:
         ...
-    def stop_trace(self) -> list[tuple[int, int, int, int, int, int, int]]:
+    def stop_trace(self) -> list[ActionEntry]:
+        ...
+class RecordFile:
+    """
+    What a record file holds.
+    """
+    @property
+    def actions(self) -> list[ActionEntry]:
+        ...
+    @property
+    def busy(self) -> str | None:
+        ...
+    @property
+    def cause(self) -> Cause | None:
+        ...
+    @property
+    def clock(self) -> int:
+        ...
+    @property
+    def rank(self) -> int:
         ...
 class Hub:
     """
@@ -88,7 +384,7 @@ class Hub:
         ...
     def abandon(self) -> None:
         ...
-    def abort(self, cause: str, step: typing.SupportsInt | typing.SupportsIndex = 0) -> None:
+    def abort(self, cause: Cause, step: typing.SupportsInt | typing.SupportsIndex = 0) -> None:
         """
         Fails everywhere; step: the one that failed, 0: unknown.
         """
@@ -96,9 +392,9 @@ class Hub:
         """
         Takes over a connected, authenticated stream socket.
         """
-    def ask(self, ranks: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> list[tuple[str, bool]]:
+    def ask(self, ranks: typing.SupportsInt | typing.SupportsIndex, policy: WaitPolicy) -> list[RankReport]:
         ...
-    def cause(self) -> str | None:
+    def cause(self) -> Cause | None:
         ...
     def check(self, peer: typing.SupportsInt | typing.SupportsIndex) -> None:
         ...
@@ -108,19 +404,19 @@ class Hub:
         ...
     def leave(self) -> None:
         ...
-    def prolonging(self, patience: Patience, ranks: typing.SupportsInt | typing.SupportsIndex) -> Patience:
+    def prolonging(self, policy: WaitPolicy, ranks: typing.SupportsInt | typing.SupportsIndex) -> WaitPolicy:
         """
-        The same patience, prolonged for as long as a rank says that it is busy.
+        The same policy, but a timeout starts again while a rank says that it is busy.
         """
-    def send_envelope(self, peer: typing.SupportsInt | typing.SupportsIndex, envelope: Envelope, channel: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> None:
+    def send_envelope(self, peer: typing.SupportsInt | typing.SupportsIndex, envelope: Envelope, channel: typing.SupportsInt | typing.SupportsIndex, policy: WaitPolicy) -> None:
         ...
-    def set_recorder(self, recorder: Recorder) -> None:
+    def set_action_log(self, log: ActionLog) -> None:
         ...
-    def share_record(self, peer: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> None:
+    def share_record(self, peer: typing.SupportsInt | typing.SupportsIndex, policy: WaitPolicy) -> None:
         ...
     def start(self) -> None:
         ...
-    def take_envelope(self, peer: typing.SupportsInt | typing.SupportsIndex, channel: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> Envelope:
+    def take_envelope(self, peer: typing.SupportsInt | typing.SupportsIndex, channel: typing.SupportsInt | typing.SupportsIndex, policy: WaitPolicy) -> Envelope:
         ...
     @property
     def rank(self) -> int:
@@ -130,12 +426,12 @@ class SendLink:
 class ReceiveLink:
     pass
 class ShmSendLink(SendLink):
-    def __init__(self, hub: Hub, peer: typing.SupportsInt | typing.SupportsIndex, link: typing.SupportsInt | typing.SupportsIndex, capacity: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> None:
+    def __init__(self, hub: Hub, peer: typing.SupportsInt | typing.SupportsIndex, link: typing.SupportsInt | typing.SupportsIndex, capacity: typing.SupportsInt | typing.SupportsIndex, policy: WaitPolicy) -> None:
         ...
 class ShmReceiveLink(ReceiveLink):
-    def __init__(self, hub: Hub, peer: typing.SupportsInt | typing.SupportsIndex, link: typing.SupportsInt | typing.SupportsIndex, capacity: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> None:
+    def __init__(self, hub: Hub, peer: typing.SupportsInt | typing.SupportsIndex, link: typing.SupportsInt | typing.SupportsIndex, capacity: typing.SupportsInt | typing.SupportsIndex, policy: WaitPolicy) -> None:
         ...
-class SendLayout:
+class OutgoingLayout:
     @property
     def id(self) -> int:
         ...
@@ -171,30 +467,30 @@ class Message:
         """
         Bytes of the message.
         """
-class SendChannel:
+class ChannelSender:
     def __init__(self, hub: Hub, link: SendLink, peer: typing.SupportsInt | typing.SupportsIndex, channel: typing.SupportsInt | typing.SupportsIndex, slots: typing.SupportsInt | typing.SupportsIndex) -> None:
         ...
-    def announce(self, description: str, sizes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], forgotten: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> SendLayout:
+    def announce(self, description: str, sizes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], forgotten: typing.SupportsInt | typing.SupportsIndex, policy: WaitPolicy) -> OutgoingLayout:
         ...
     def finish(self, stream: typing.SupportsInt | typing.SupportsIndex) -> None:
         ...
     def has_room(self) -> bool:
         ...
-    def send(self, layout: SendLayout, stage: typing.SupportsInt | typing.SupportsIndex, kind: typing.SupportsInt | typing.SupportsIndex, microbatch: typing.SupportsInt | typing.SupportsIndex, rows: typing.SupportsInt | typing.SupportsIndex, batch_rows: typing.SupportsInt | typing.SupportsIndex, pointers: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], stream: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> int:
+    def send(self, layout: OutgoingLayout, stage: typing.SupportsInt | typing.SupportsIndex, kind: typing.SupportsInt | typing.SupportsIndex, microbatch: typing.SupportsInt | typing.SupportsIndex, evaluates: bool, rows: typing.SupportsInt | typing.SupportsIndex, batch_rows: typing.SupportsInt | typing.SupportsIndex, pointers: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], stream: typing.SupportsInt | typing.SupportsIndex, policy: WaitPolicy) -> int:
         ...
     def sent(self) -> int:
         ...
     @property
     def counters(self) -> dict[str, int]:
         ...
-class ReceiveChannel:
+class ChannelReceiver:
     def __init__(self, hub: Hub, link: ReceiveLink, peer: typing.SupportsInt | typing.SupportsIndex, channel: typing.SupportsInt | typing.SupportsIndex, slots: typing.SupportsInt | typing.SupportsIndex) -> None:
         ...
-    def description(self, layout: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> str:
+    def description(self, layout: typing.SupportsInt | typing.SupportsIndex, policy: WaitPolicy) -> str:
         ...
-    def post(self, stream: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> None:
+    def post(self, stream: typing.SupportsInt | typing.SupportsIndex, policy: WaitPolicy) -> None:
         ...
-    def receive(self, stage: typing.SupportsInt | typing.SupportsIndex, kind: typing.SupportsInt | typing.SupportsIndex, microbatch: typing.SupportsInt | typing.SupportsIndex, stream: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> Message:
+    def receive(self, stage: typing.SupportsInt | typing.SupportsIndex, kind: typing.SupportsInt | typing.SupportsIndex, microbatch: typing.SupportsInt | typing.SupportsIndex, evaluates: bool, stream: typing.SupportsInt | typing.SupportsIndex, policy: WaitPolicy) -> Message:
         ...
     def release(self, message: Message, stream: typing.SupportsInt | typing.SupportsIndex) -> None:
         ...
@@ -204,12 +500,12 @@ class ReceiveChannel:
 class LayoutAnnouncer:
     def __init__(self, hub: Hub, peer: typing.SupportsInt | typing.SupportsIndex, channel: typing.SupportsInt | typing.SupportsIndex) -> None:
         ...
-    def announce(self, description: str, bytes: typing.SupportsInt | typing.SupportsIndex, forgotten: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> int:
+    def announce(self, description: str, bytes: typing.SupportsInt | typing.SupportsIndex, forgotten: typing.SupportsInt | typing.SupportsIndex, policy: WaitPolicy) -> int:
         ...
 class LayoutBook:
     def __init__(self, hub: Hub, peer: typing.SupportsInt | typing.SupportsIndex, channel: typing.SupportsInt | typing.SupportsIndex) -> None:
         ...
-    def description(self, layout: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> str:
+    def description(self, layout: typing.SupportsInt | typing.SupportsIndex, policy: WaitPolicy) -> str:
         ...
     @property
     def received(self) -> int:
@@ -232,7 +528,7 @@ class NcclLibrary:
     """
     One copy of NCCL.
     """
-    def try_communicator(self, patience: Patience) -> None:
+    def try_communicator(self, policy: WaitPolicy) -> None:
         """
         Makes a communicator of one rank and takes it down. Raises CoreError with what NCCL says.
         """
@@ -249,9 +545,9 @@ class NcclLibrary:
     @property
     def version(self) -> int:
         ...
-class NcclTraffic:
+class NcclDirection:
     """
-    What goes through an edge.
+    Which way messages of an edge go.
     
     Members:
     
@@ -261,12 +557,12 @@ class NcclTraffic:
     
       TO_ITSELF
     """
-    BOTH_WAYS: typing.ClassVar[NcclTraffic]
-    ONE_WAY: typing.ClassVar[NcclTraffic]
-    TO_ITSELF: typing.ClassVar[NcclTraffic]
-    __members__: typing.ClassVar[dict[str, NcclTraffic]]
+    BOTH_WAYS: typing.ClassVar[NcclDirection]
+    ONE_WAY: typing.ClassVar[NcclDirection]
+    TO_ITSELF: typing.ClassVar[NcclDirection]
+    __members__: typing.ClassVar[dict[str, NcclDirection]]
     @typing.overload
-    def __eq__(self, other: NcclTraffic) -> bool:
+    def __eq__(self, other: NcclDirection) -> bool:
         ...
     @typing.overload
     def __eq__(self, other: typing.Any) -> bool:
@@ -282,7 +578,7 @@ class NcclTraffic:
     def __int__(self) -> int:
         ...
     @typing.overload
-    def __ne__(self, other: NcclTraffic) -> bool:
+    def __ne__(self, other: NcclDirection) -> bool:
         ...
     @typing.overload
     def __ne__(self, other: typing.Any) -> bool:
@@ -303,17 +599,17 @@ class NcclEdge:
     """
     One end of a communicator of two ranks.
     """
-    def __init__(self, cuda: CudaLibrary, nccl: NcclLibrary, unique_id: bytes, rank: typing.SupportsInt | typing.SupportsIndex, traffic: NcclTraffic, name: str, min_ctas: typing.SupportsInt | typing.SupportsIndex, max_ctas: typing.SupportsInt | typing.SupportsIndex, patience: Patience) -> None:
+    def __init__(self, cuda: CudaLibrary, nccl: NcclLibrary, unique_id: bytes, rank: typing.SupportsInt | typing.SupportsIndex, direction: NcclDirection, name: str, min_ctas: typing.SupportsInt | typing.SupportsIndex, max_ctas: typing.SupportsInt | typing.SupportsIndex, policy: WaitPolicy) -> None:
         """
         Joins the communicator and connects; returns when the other end has done so too.
         """
 class NcclGroup:
     """
-    Transfers held back; see csrc/link/nccl_group.hpp.
+    Transfers held back; see csrc/link/nccl/nccl_group.hpp.
     """
     def __init__(self) -> None:
         ...
-    def issue(self, patience: Patience) -> None:
+    def issue(self, policy: WaitPolicy) -> None:
         ...
 class NcclSendLink(SendLink):
     def __init__(self, hub: Hub, peer: typing.SupportsInt | typing.SupportsIndex, link: typing.SupportsInt | typing.SupportsIndex, edge: NcclEdge, allocate: collections.abc.Callable[[int], typing.Any], group: NcclGroup | None) -> None:
@@ -323,13 +619,13 @@ class NcclReceiveLink(ReceiveLink):
         ...
 class NcclWatchdog:
     """
-    Looks after communicators; see csrc/link/nccl_watchdog.hpp.
+    Looks after communicators; see csrc/link/nccl/nccl_watchdog.hpp.
     """
     def __init__(self, hub: Hub, edges: collections.abc.Sequence[NcclEdge], limit: typing.SupportsFloat | typing.SupportsIndex, ranks: typing.SupportsInt | typing.SupportsIndex) -> None:
         ...
-    def close(self, patience: Patience) -> None:
+    def close(self, policy: WaitPolicy) -> None:
         ...
-def check_tag(envelope: Envelope, channel: typing.SupportsInt | typing.SupportsIndex, stage: typing.SupportsInt | typing.SupportsIndex, kind: typing.SupportsInt | typing.SupportsIndex, microbatch: typing.SupportsInt | typing.SupportsIndex, peer: typing.SupportsInt | typing.SupportsIndex) -> None:
+def check_tag(envelope: Envelope, channel: typing.SupportsInt | typing.SupportsIndex, stage: typing.SupportsInt | typing.SupportsIndex, kind: typing.SupportsInt | typing.SupportsIndex, microbatch: typing.SupportsInt | typing.SupportsIndex, evaluates: bool, peer: typing.SupportsInt | typing.SupportsIndex) -> None:
     ...
 def loaded_library(name: str) -> str | None:
     """
@@ -346,6 +642,10 @@ def open_nccl(override_path: str, candidates: collections.abc.Sequence[str]) -> 
 def pack(sizes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]) -> list[int]:
     """
     Offsets of parts of these sizes (bytes) in one message, then the message's size.
+    """
+def read_record(path: str) -> RecordFile:
+    """
+    Reads a record file. Raises CoreError for anything else.
     """
 PART_ALIGNMENT: int = 64
 __version__: str = '0.1.0'

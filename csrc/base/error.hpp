@@ -6,12 +6,12 @@
 
 namespace pypipe {
 
-// What kind of thing went wrong: the caller's reaction depends on it, the text is for people.
+// What went wrong. Callers decide by it; the text is for people.
 enum class Fault {
   usage,      // the caller broke the contract of a function
   system,     // the operating system refused something
-  protocol,   // a peer sent bytes that mean nothing
-  mismatch,   // a peer sent something else than this rank expected
+  protocol,   // a peer sent bytes that are not valid
+  mismatch,   // a peer sent something other than what this rank expected
   timeout,    // a deadline passed
   peer_gone,  // a peer closed its end or died
   aborted,    // the pipeline has failed; the hub knows the first cause

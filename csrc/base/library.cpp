@@ -10,7 +10,7 @@
 namespace pypipe {
 namespace {
 
-// RTLD_LOCAL: a library's symbols must not stand in for those of another copy that somebody else loads.
+// RTLD_LOCAL: a library's symbols must not replace those of another copy that is loaded elsewhere.
 constexpr int how = RTLD_NOW | RTLD_LOCAL;
 
 std::string last_error(const std::string& name) {

@@ -1,4 +1,4 @@
-// Shared libraries that are opened at run time, and calls into them.
+// Opens shared libraries at run time, and calls into them.
 #pragma once
 
 #include <optional>
@@ -8,7 +8,7 @@
 
 namespace pypipe {
 
-// Something that a machine may lack: the value, or why there is none. To lack it is no error.
+// Something that a machine may lack: the value, or the reason why it is missing. A missing library is not an error.
 template <class T>
 struct Found {
   std::optional<T> value;
@@ -19,14 +19,14 @@ struct Found {
 
 // Where to look for a library.
 struct LibrarySearch {
-  std::string override_path;            // the user's word: where it is given, nothing else is tried
+  std::string override_path;            // set by the user; if not empty, nothing else is tried
   std::string name;                     // first the copy that this process has loaded, last the loader's own
   std::vector<std::string> candidates;  // files to try in between
 };
 
 // A loaded library. It stays loaded until the process ends: NCCL and the driver keep threads and exit
-// handlers of their own, torch may use the same copy, and nobody can tell when the last of their code has
-// run. So this is a view that may be copied, and calls through it are good for ever.
+// handlers of their own, torch may use the same copy, and there is no way to tell when the last of their code has
+// run. So this is a view that may be copied, and calls through it stay valid.
 class Library {
  public:
   [[nodiscard]] static Found<Library> open(const LibrarySearch& search);
@@ -34,7 +34,7 @@ class Library {
   // The copy of `name` (a soname) that this process has loaded already, for example as a dependency of torch.
   [[nodiscard]] static std::optional<Library> loaded(const std::string& name);
 
-  // The file that won.
+  // The file that was loaded.
   [[nodiscard]] const std::string& path() const noexcept { return path_; }
 
   // The address of an exported symbol, or null.
@@ -48,11 +48,11 @@ class Library {
   std::string path_;
 };
 
-// Throws Error{system} if anything is missing that every supported release of the library has: then it is
-// broken, or something else under the same name.
+// Throws Error{system} if a function is missing that every supported release of the library has: then the library is
+// broken, or a different one of the same name.
 void check_complete(const Library& library, const std::vector<const char*>& missing);
 
-// What a call returned, and the call's name for the message. Results are looked at, never dropped.
+// What a call returned, and the function's name for the message. Results are always checked.
 template <class Result>
 struct [[nodiscard]] Status {
   Result result;

@@ -12,7 +12,7 @@
 namespace pypipe {
 namespace {
 
-// Long enough to cost nothing, short enough that a signal taken by another thread is noticed soon.
+// Long enough to cost nothing, short enough to notice soon a signal that another thread took.
 constexpr std::chrono::milliseconds slice{100};
 
 long futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value, const timespec* timeout) noexcept {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/action.hpp"
 #include "base/error.hpp"
 #include "link/slots.hpp"
 
@@ -15,14 +16,14 @@ struct LayoutHeader {
   std::uint32_t reserved;
 };
 
-// Messages of an eval() have a small letter for their kind.
-constexpr std::uint32_t small_letter = 0x20;
-
 // In the notation of programs: 2SEND_F0.
-std::string action(std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch) {
-  const bool evaluates = (kind & small_letter) != 0;
-  return std::to_string(stage) + "SEND_" + static_cast<char>(kind & ~small_letter) + std::to_string(microbatch) +
+std::string text_of(std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch, bool evaluates) {
+  return std::to_string(stage) + "SEND_" + kind_name(kind) + std::to_string(microbatch) +
          (evaluates ? " of an eval()" : "");
+}
+
+std::string text_of(const MessageTag& tag) {
+  return text_of(tag.stage, static_cast<std::uint32_t>(tag.kind), tag.microbatch, tag.evaluates);
 }
 
 }  // namespace
@@ -42,7 +43,7 @@ std::vector<std::size_t> pack(std::span<const std::size_t> sizes) {
 }
 
 std::uint32_t LayoutAnnouncer::announce(std::string_view description, std::size_t bytes, std::uint32_t forgotten,
-                                        const Patience& patience) {
+                                        const WaitPolicy& policy) {
   const LayoutHeader header{bytes, forgotten, 0};
   std::string payload(reinterpret_cast<const char*>(&header), sizeof(header));
   payload += description;
@@ -51,19 +52,19 @@ std::uint32_t LayoutAnnouncer::announce(std::string_view description, std::size_
                                   " bytes to describe; at most " + std::to_string(layout_limit) +
                                   " are allowed: send long lists of numbers and long strings as tensors");
   }
-  hub_.send(peer_, FrameType::layout, channel_, ++last_, payload, patience);
+  hub_.send(peer_, FrameType::layout, channel_, ++last_, payload, policy);
   return last_;
 }
 
-const LayoutBook::Layout& LayoutBook::find(std::uint32_t id, const Patience& patience) {
+const LayoutBook::Layout& LayoutBook::find(std::uint32_t id, const WaitPolicy& policy) {
   for (;;) {
     const auto found = layouts_.find(id);
     if (found != layouts_.end()) return found->second;
-    if (id <= newest_) {  // ids only grow: waiting for it would be in vain
+    if (id <= newest_) {  // ids only grow: it will not be announced again
       throw Error(Fault::protocol, "rank " + std::to_string(peer_) + " sent a message of layout " + std::to_string(id) +
                                        ", which it has forgotten");
     }
-    const Frame frame = hub_.take(peer_, FrameType::layout, channel_, patience);
+    const Frame frame = hub_.take(peer_, FrameType::layout, channel_, policy);
     LayoutHeader header{};
     if (frame.payload.size() < sizeof(header)) throw Error(Fault::protocol, "a layout frame that is too short");
     std::memcpy(&header, frame.payload.data(), sizeof(header));
@@ -78,59 +79,62 @@ const LayoutBook::Layout& LayoutBook::find(std::uint32_t id, const Patience& pat
   }
 }
 
-SendChannel::SendChannel(Hub& hub, SendLink& link, int peer, std::uint32_t channel, std::uint32_t slots)
+ChannelSender::ChannelSender(Hub& hub, SendLink& link, int peer, std::uint32_t channel, std::uint32_t slots)
     : link_(link), channel_(channel), announcer_(hub, peer, channel) {
   counters_.slots = slots;
 }
 
-std::uint32_t SendChannel::announce(std::string_view description, std::size_t bytes, std::uint32_t forgotten,
-                                    const Patience& patience) {
+std::uint32_t ChannelSender::announce(std::string_view description, std::size_t bytes, std::uint32_t forgotten,
+                                      const WaitPolicy& policy) {
   if (counters_.allocations == 0 || bytes > counters_.slot_bytes) {
     const std::size_t size = slot_size(bytes);
-    link_.reserve(channel_, static_cast<std::uint32_t>(counters_.slots), size, patience);
+    link_.reserve(channel_, static_cast<std::uint32_t>(counters_.slots), size, policy);
     counters_.slot_bytes = size;
     counters_.allocations += 1;
   }
-  const std::uint32_t id = announcer_.announce(description, bytes, forgotten, patience);
+  const std::uint32_t id = announcer_.announce(description, bytes, forgotten, policy);
   counters_.layouts += 1;
   return id;
 }
 
-std::uint64_t SendChannel::send(Envelope envelope, std::span<const Part> parts, Stream stream,
-                                const Patience& patience) {
+std::uint64_t ChannelSender::send(Envelope envelope, std::span<const Part> parts, Stream stream,
+                                  const WaitPolicy& policy) {
   envelope.channel = channel_;
   envelope.bytes = 0;
   for (const Part& part : parts) {
     envelope.bytes = std::max<std::uint64_t>(envelope.bytes, part.offset + part.bytes);
   }
-  const std::uint64_t number = link_.send(envelope, parts, stream, patience, habits_.of(envelope.microbatch));
+  const std::uint64_t number = link_.send(envelope, parts, stream, policy, histories_.of(envelope.microbatch));
   counters_.messages += 1;
   counters_.bytes += envelope.bytes;
   return number;
 }
 
-void check_tag(const Envelope& got, std::uint32_t channel, std::uint32_t stage, std::uint32_t kind,
-               std::uint32_t microbatch, int peer) {
-  if (got.channel == channel && got.stage == stage && got.kind == kind && got.microbatch == microbatch) return;
-  const bool mixed = ((got.kind ^ kind) & small_letter) != 0;
-  throw Error(Fault::mismatch, "rank " + std::to_string(peer) + " sent " + action(got.stage, got.kind, got.microbatch) +
-                                   " where " + action(stage, kind, microbatch) + " was expected: " +
-                                   (mixed ? "one rank called step(), the other eval(); call the same one on every rank"
-                                          : "the two ranks run different programs"));
+void check_tag(const Envelope& got, std::uint32_t channel, const MessageTag& expected, int peer) {
+  const bool evaluates = got.evaluates != 0;
+  if (got.channel == channel && got.stage == expected.stage && got.kind == static_cast<std::uint32_t>(expected.kind) &&
+      got.microbatch == expected.microbatch && evaluates == expected.evaluates) {
+    return;
+  }
+  throw Error(
+      Fault::mismatch,
+      "rank " + std::to_string(peer) + " sent " + text_of(got.stage, got.kind, got.microbatch, evaluates) + " where " +
+          text_of(expected) + " was expected: " +
+          (evaluates != expected.evaluates ? "one rank called step(), the other eval(); call the same one on every rank"
+                                           : "the two ranks run different programs"));
 }
 
-ReceiveChannel::ReceiveChannel(Hub& hub, ReceiveLink& link, int peer, std::uint32_t channel, std::uint32_t slots)
+ChannelReceiver::ChannelReceiver(Hub& hub, ReceiveLink& link, int peer, std::uint32_t channel, std::uint32_t slots)
     : link_(link), peer_(peer), channel_(channel), layouts_(hub, peer, channel) {
   counters_.slots = slots;
 }
 
-Arrival ReceiveChannel::receive(std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch, Stream stream,
-                                const Patience& patience) {
-  Arrival arrival = link_.receive(stream, patience, habits_.of(microbatch));
-  check_tag(arrival.envelope, channel_, stage, kind, microbatch, peer_);
-  const LayoutBook::Layout& layout = layouts_.find(arrival.envelope.layout, patience);
+Arrival ChannelReceiver::receive(const MessageTag& expected, Stream stream, const WaitPolicy& policy) {
+  Arrival arrival = link_.receive(stream, policy, histories_.of(expected.microbatch));
+  check_tag(arrival.envelope, channel_, expected, peer_);
+  const LayoutBook::Layout& layout = layouts_.find(arrival.envelope.layout, policy);
   if (layout.bytes != arrival.envelope.bytes) {
-    throw Error(Fault::mismatch, action(stage, kind, microbatch) + " of rank " + std::to_string(peer_) + " has " +
+    throw Error(Fault::mismatch, text_of(expected) + " of rank " + std::to_string(peer_) + " has " +
                                      std::to_string(arrival.envelope.bytes) + " bytes, its layout " +
                                      std::to_string(layout.bytes));
   }
@@ -147,7 +151,7 @@ Arrival ReceiveChannel::receive(std::uint32_t stage, std::uint32_t kind, std::ui
   return arrival;
 }
 
-void ReceiveChannel::release(const Slot& slot, Stream stream) {
+void ChannelReceiver::release(const Slot& slot, Stream stream) {
   counters_.alive -= 1;
   link_.release(slot, stream);
 }

@@ -1,10 +1,10 @@
 // A channel: one stage boundary in one direction, on top of a link. It adds layouts, tags and the count of
 // slots.
 //
-// The payload of a layout frame: u64 bytes of a message, u32 id of a layout that the sender has forgotten (0:
-// none), u32 zero, then the layout's description, which only the two ends' Python reads. A sender announces a
-// layout before the first message that has it; both travel in order, so a receiver that meets an unknown id
-// finds it in its inbox.
+// The payload of a layout frame: u64 bytes of a message, u32 id of a layout that the sender has forgotten (0: no
+// layout), u32 zero, then the layout's description, which only Python reads, at both ends. A sender announces a layout
+// before the first message of that layout; both travel in order, so a receiver that meets an unknown id finds it in its
+// inbox.
 #pragma once
 
 #include <cstdint>
@@ -37,13 +37,13 @@ struct ChannelCounters {
   std::uint64_t most_alive = 0;  // ever
 };
 
-// Announces layouts for one channel, whatever link carries its messages.
+// Announces layouts for one channel, over any link.
 class LayoutAnnouncer {
  public:
   LayoutAnnouncer(Hub& hub, int peer, std::uint32_t channel) : hub_(hub), peer_(peer), channel_(channel) {}
-  // Returns the new layout's id. `forgotten` names a layout that will not be used again, or is 0.
+  // Returns the new layout's id. `forgotten`: the id of a layout that will not be used again, or 0.
   std::uint32_t announce(std::string_view description, std::size_t bytes, std::uint32_t forgotten,
-                         const Patience& patience);
+                         const WaitPolicy& policy);
 
  private:
   Hub& hub_;
@@ -60,8 +60,8 @@ class LayoutBook {
     std::string description;
   };
   LayoutBook(Hub& hub, int peer, std::uint32_t channel) : hub_(hub), peer_(peer), channel_(channel) {}
-  // The layout of this id, read off the control socket where it is new.
-  [[nodiscard]] const Layout& find(std::uint32_t id, const Patience& patience);
+  // The layout of this id; if it is new, takes it from the control socket.
+  [[nodiscard]] const Layout& find(std::uint32_t id, const WaitPolicy& policy);
   [[nodiscard]] std::uint64_t received() const noexcept { return received_; }
 
  private:
@@ -73,16 +73,17 @@ class LayoutBook {
   std::map<std::uint32_t, Layout> layouts_;
 };
 
-class SendChannel {
+// The sending end of a channel.
+class ChannelSender {
  public:
-  SendChannel(Hub& hub, SendLink& link, int peer, std::uint32_t channel, std::uint32_t slots);
+  ChannelSender(Hub& hub, SendLink& link, int peer, std::uint32_t channel, std::uint32_t slots);
 
   std::uint32_t announce(std::string_view description, std::size_t bytes, std::uint32_t forgotten,
-                         const Patience& patience);
-  // The envelope's channel and bytes are filled in here.
-  // Returns the message's number on the link; its parts are needed until sent() has come to that.
-  std::uint64_t send(Envelope envelope, std::span<const Part> parts, Stream stream, const Patience& patience);
-  // Whether a message of a layout that was announced could be sent without a wait, as far as the link can tell.
+                         const WaitPolicy& policy);
+  // Fills in the envelope's channel and bytes. Returns the message's number on the link; its parts are needed until
+  // sent() returns that number.
+  std::uint64_t send(Envelope envelope, std::span<const Part> parts, Stream stream, const WaitPolicy& policy);
+  // Whether send() would find a slot free, as far as the link can tell.
   [[nodiscard]] bool has_room() { return link_.has_room(channel_); }
   [[nodiscard]] std::uint64_t sent() { return link_.sent(); }
   void finish(Stream stream) { link_.finish(stream); }
@@ -92,21 +93,20 @@ class SendChannel {
   SendLink& link_;
   const std::uint32_t channel_;
   LayoutAnnouncer announcer_;
-  Habits habits_;
+  WaitHistories histories_;
   ChannelCounters counters_;
 };
 
-class ReceiveChannel {
+// The receiving end of a channel.
+class ChannelReceiver {
  public:
-  ReceiveChannel(Hub& hub, ReceiveLink& link, int peer, std::uint32_t channel, std::uint32_t slots);
+  ChannelReceiver(Hub& hub, ReceiveLink& link, int peer, std::uint32_t channel, std::uint32_t slots);
 
-  void post(Stream stream, const Patience& patience) { link_.post(channel_, stream, patience); }
-  // The next message, which must be the one of this stage, kind and microbatch. Throws Error{mismatch}
-  // otherwise.
-  [[nodiscard]] Arrival receive(std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch, Stream stream,
-                                const Patience& patience);
-  [[nodiscard]] const LayoutBook::Layout& layout(std::uint32_t id, const Patience& patience) {
-    return layouts_.find(id, patience);
+  void post(Stream stream, const WaitPolicy& policy) { link_.post(channel_, stream, policy); }
+  // The next message, which must be the one of this tag. Throws Error{mismatch} otherwise.
+  [[nodiscard]] Arrival receive(const MessageTag& expected, Stream stream, const WaitPolicy& policy);
+  [[nodiscard]] const LayoutBook::Layout& layout(std::uint32_t id, const WaitPolicy& policy) {
+    return layouts_.find(id, policy);
   }
   void release(const Slot& slot, Stream stream);
   [[nodiscard]] const ChannelCounters& counters() const noexcept { return counters_; }
@@ -116,13 +116,12 @@ class ReceiveChannel {
   const int peer_;
   const std::uint32_t channel_;
   std::uint32_t generation_ = 0;
-  Habits habits_;
+  WaitHistories histories_;
   LayoutBook layouts_;
   ChannelCounters counters_;
 };
 
 // Throws Error{mismatch} that names both sides unless the envelope is the one expected.
-void check_tag(const Envelope& got, std::uint32_t channel, std::uint32_t stage, std::uint32_t kind,
-               std::uint32_t microbatch, int peer);
+void check_tag(const Envelope& got, std::uint32_t channel, const MessageTag& expected, int peer);
 
 }  // namespace pypipe

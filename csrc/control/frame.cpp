@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "base/error.hpp"
-#include "control/recorder.hpp"
+#include "control/rank_status.hpp"
 
 namespace pypipe {
 namespace {
@@ -35,7 +35,7 @@ std::optional<std::size_t> limit(FrameType type) noexcept {
     case FrameType::abort:
       return abort_limit;
     case FrameType::answer:
-      return sizeof(Activity);
+      return sizeof(RankStatus);
     case FrameType::leave:
     case FrameType::record:
     case FrameType::ask:
@@ -81,7 +81,7 @@ std::optional<Frame> FrameReader::next() {
   const auto type = static_cast<FrameType>(header.type);
   const auto most = limit(type);
   if (header.magic != magic || header.reserved != 0 || !most) {
-    throw Error(Fault::protocol, "bytes that are no pypipe control frame");
+    throw Error(Fault::protocol, "bytes that are not a pypipe control frame");
   }
   if (header.bytes > *most) {
     throw Error(Fault::protocol, "a control frame announces " + std::to_string(header.bytes) + " bytes where at most " +

@@ -23,16 +23,17 @@
 namespace pypipe {
 namespace {
 
-// Of frames that wait to be taken, from one peer. One that sends more is broken: senders wait for credits long before.
+// Limits for the frames of one peer that nothing has taken yet. A peer that exceeds them is broken: senders wait for
+// credits long before.
 constexpr std::size_t most_frames = 1 << 16;
 constexpr std::size_t most_inbox_bytes = std::size_t{64} << 20;
 constexpr std::size_t most_waiting_descriptors = 256;
-constexpr std::chrono::milliseconds farewell{500};  // patience for abort and leave frames
+constexpr std::chrono::milliseconds farewell{500};  // how long to wait for room for an abort or leave frame
 
 enum class Written { all, nothing, half };
 
-// Writes everything, waiting for room with poll(). Gives up when `deadline` passes or `give_up` says so; half
-// a frame would make garbage of whatever follows, so once it has begun it gets a moment more.
+// Writes everything, waiting for room with poll(). Gives up when `deadline` passes or `give_up` returns true. Half a
+// frame would corrupt all that follows, so a frame that has been begun gets half a second more.
 Written write_all(int fd, std::span<const iovec> parts, int descriptor, std::chrono::steady_clock::time_point deadline,
                   const std::function<bool()>& give_up) {
   bool begun = false;
@@ -124,18 +125,18 @@ void Hub::start() {
 Hub::Peer& Hub::find(int peer) const {
   const auto found = peers_.find(peer);
   if (found == peers_.end()) {
-    throw Error(Fault::usage, "rank " + std::to_string(peer) + " is no neighbour of rank " + std::to_string(rank_));
+    throw Error(Fault::usage, "rank " + std::to_string(peer) + " is not a neighbour of rank " + std::to_string(rank_));
   }
   return *found->second;
 }
 
 void Hub::send(int peer, FrameType type, std::uint32_t channel, std::uint64_t value, std::string_view payload,
-               const Patience& patience, int descriptor) {
+               const WaitPolicy& policy, int descriptor) {
   check(peer);
   Peer& to = find(peer);
   const auto header = encode_header(type, channel, value, payload.size());
   const std::array parts{part(header.data(), header.size()), part(payload.data(), payload.size())};
-  const auto deadline = std::chrono::steady_clock::now() + patience.timeout;
+  const auto deadline = std::chrono::steady_clock::now() + policy.timeout;
   bool written = false;
   std::exception_ptr interrupted;
   try {
@@ -144,7 +145,7 @@ void Hub::send(int peer, FrameType type, std::uint32_t channel, std::uint64_t va
     const auto give_up = [&] {
       if (failed_.load(std::memory_order_acquire) || closing_ || to.state != State::present) return true;
       try {
-        if (patience.interruption) patience.interruption();
+        if (policy.interruption) policy.interruption();
       } catch (...) {
         interrupted = std::current_exception();
       }
@@ -154,8 +155,8 @@ void Hub::send(int peer, FrameType type, std::uint32_t channel, std::uint64_t va
     if (interrupted) std::rethrow_exception(interrupted);
   } catch (const Error& error) {
     if (error.fault() != Fault::system) throw;
-    // The hub thread comes to the same end of the socket, behind what the peer said before; that says why.
-    Patience soon = patience;
+    // The hub thread reads what the peer sent before its end of the socket closed, which tells the reason.
+    WaitPolicy soon = policy;
     soon.timeout = farewell;
     soon.prolong = nullptr;
     (void)await(arrivals_, soon, [] { return false; }, [&] { check(peer); });
@@ -181,23 +182,23 @@ std::optional<Frame> Hub::try_take(int peer, FrameType type, std::uint32_t chann
   return frame;
 }
 
-Frame Hub::take(int peer, FrameType type, std::uint32_t channel, const Patience& patience) {
+Frame Hub::take(int peer, FrameType type, std::uint32_t channel, const WaitPolicy& policy) {
   (void)find(peer);
   std::optional<Frame> frame;
   const auto ready = [&] {
     frame = try_take(peer, type, channel);
     return frame.has_value();
   };
-  if (!await(arrivals_, patience, ready, [&] { check(peer); }) || !frame) {
+  if (!await(arrivals_, policy, ready, [&] { check(peer); }) || !frame) {
     throw Error(Fault::timeout, "nothing came from rank " + std::to_string(peer));
   }
   return *std::move(frame);
 }
 
-std::optional<std::string> Hub::cause() const {
-  if (!failed_.load(std::memory_order_acquire)) return std::nullopt;
+std::optional<Cause> Hub::cause() const {
+  if (!has_failed()) return std::nullopt;
   const std::scoped_lock lock(mutex_);
-  return cause_;
+  return Cause::decode(cause_);
 }
 
 void Hub::check(int peer) const {
@@ -223,9 +224,7 @@ void Hub::ring_all() noexcept {
   for (Doorbell* bell : bells_) ring(*bell);
 }
 
-void Hub::abort(std::string_view cause, std::uint64_t step) noexcept {
-  fail(cause.substr(0, abort_limit), step, rank_);
-}
+void Hub::abort(const Cause& cause, std::uint64_t step) noexcept { fail(cause.encode(), step, rank_); }
 
 void Hub::fail(std::string_view cause, std::uint64_t step, int except) noexcept {
   {
@@ -235,7 +234,7 @@ void Hub::fail(std::string_view cause, std::uint64_t step, int except) noexcept 
     cause_step_ = step;
     failed_.store(true, std::memory_order_release);
   }
-  if (recorder_) recorder_->set_cause(cause, step);
+  if (action_log_) action_log_->set_cause(cause, step);
   ring_all();
   for (auto& [rank, peer] : peers_) {
     if (rank != except) tell(*peer, FrameType::abort, step, cause);
@@ -260,14 +259,14 @@ void Hub::tell(Peer& peer, FrameType type, std::uint64_t value, std::string_view
     const std::array parts{part(header.data(), header.size()), part(payload.data(), payload.size())};
     const std::scoped_lock lock(peer.writing);
     if (!peer.socket) return;
-    // A peer that does not read in time will learn of it when it finds the socket closed.
+    // A peer that does not read in time learns of it when the socket closes.
     (void)write(peer, std::span(parts).first(payload.empty() ? 1 : 2), -1, std::chrono::steady_clock::now() + farewell,
                 [] { return false; });
   } catch (const Error&) {  // NOLINT(bugprone-empty-catch): the peer is gone, which the reader reports
   }
 }
 
-// A frame that may be lost: it is not sent where that would take waiting.
+// Sends a frame that may be lost: drops it rather than wait.
 void Hub::offer(Peer& peer, FrameType type, std::uint32_t channel, std::uint64_t value, std::string_view payload) {
   if (peer.state == State::lost) return;
   const auto header = encode_header(type, channel, value, payload.size());
@@ -291,7 +290,7 @@ void Hub::run() noexcept {
     waits.assign(1, pollfd{wake_.get(), POLLIN, 0});
     open.clear();
     for (auto& [rank, peer] : peers_) {
-      if (peer->state == State::lost) continue;  // who has said goodbye still passes on what others say
+      if (peer->state == State::lost) continue;  // a peer that has left still forwards what others send
       waits.push_back(pollfd{peer->socket.get(), POLLIN, 0});
       open.emplace_back(rank, peer.get());
     }
@@ -308,14 +307,14 @@ void Hub::run() noexcept {
       } catch (const std::exception&) {
         how = "its frames could not be stored here";
       }
-      if (closing_.load(std::memory_order_acquire)) break;  // its goodbye may cross ours: no loss
-      // The cause first: who finds the peer gone shall find out why.
+      if (closing_.load(std::memory_order_acquire)) break;  // both ends close at once: not a loss
+      // The cause first: a thread that finds the peer gone must find the cause too.
       if (peer->state == State::present) {
         const auto [cause, step] = lost_cause(rank, how);
-        fail(cause, step, rank);
+        fail(cause.encode(), step, rank);
       }
       peer->state = State::lost;
-      // A peer that sent garbage still lives, and waits for an answer that won't come: it has to see the end.
+      // A peer that sent garbage is alive and waits for an answer that will not come: it must see the socket end.
       ::shutdown(peer->socket.get(), SHUT_RDWR);
       ring_all();
     }
@@ -359,6 +358,7 @@ void Hub::read(int rank, Peer& peer) {
 void Hub::dispatch(int rank, Peer& peer, Frame frame) {
   switch (frame.type) {
     case FrameType::abort:
+      (void)Cause::decode(frame.payload);  // throws on bytes that other ranks could not decode
       fail(frame.payload, frame.value, rank);
       return;
     case FrameType::leave:
@@ -389,7 +389,7 @@ void Hub::dispatch(int rank, Peer& peer, Frame frame) {
     waiting.descriptors += frame.descriptor ? 1 : 0;
     if (waiting.frames > most_frames || waiting.bytes > most_inbox_bytes ||
         waiting.descriptors > most_waiting_descriptors) {
-      throw Error(Fault::protocol, "it sent frames that nobody asked for");
+      throw Error(Fault::protocol, "it sent frames that were not asked for");
     }
     inboxes_[InboxKey{rank, frame.type, frame.channel}].push_back(std::move(frame));
   }
@@ -411,10 +411,10 @@ void Hub::leave() noexcept {
 
 void Hub::close() noexcept {
   if (closing_.exchange(true)) return;
-  const std::optional<std::string> failure = cause();  // with its step, which is written before the hub is seen to fail
+  const bool failed = has_failed();  // if so, the cause and its step have been written and do not change any more
   for (auto& [rank, peer] : peers_) {
-    // The hub thread may not have come to passing the cause on; nobody shall hear a goodbye in its place.
-    if (failure) tell(*peer, FrameType::abort, cause_step_, *failure);
+    // The hub thread may not have forwarded the cause yet, and a leave frame must not arrive in its place.
+    if (failed) tell(*peer, FrameType::abort, cause_step_, cause_);
     tell(*peer, FrameType::leave, 0, {});
   }
   const std::uint64_t one = 1;
@@ -433,7 +433,7 @@ void Hub::close() noexcept {
 
 void Hub::abandon() noexcept {
   if (closing_.exchange(true)) return;
-  // Locks may be held by threads that do not exist here, and the thread object names one of them.
+  // Threads that do not exist in this process may hold the locks, and thread_ names one of them.
   for (auto& [rank, peer] : peers_) {
     peer->socket.reset();
     peer->record.reset();

@@ -1,23 +1,21 @@
 // One control socket per pair of neighbours, and the thread that reads them all.
 //
-// Who does what:
-//   any thread      send(), take(), abort(), ask(), check(), leave(), close(), and what only reads
-//   the hub thread  reads sockets, sorts frames into inboxes, notices deaths, passes aborts on, rings bells,
-//                   answers questions and passes them on
+// Threads:
+//   any thread      calls send(), take(), abort(), ask(), check(), leave(), close(), and what only reads
+//   the hub thread  reads the sockets, sorts frames into inboxes, notices deaths, forwards aborts, rings bells,
+//                   answers questions and forwards them
 //
-// A question (ask()) floods the pipeline: a hub that hears it for the first time answers to the peer it came from, and
-// passes it on to its other peers; their answers go back the way the question came. A rank that is busy or deadlocked
-// answers, since its hub thread does; one that is stopped does not, and who asks reads its record where it can.
-// A hub thread gives up an answer rather than wait: nobody waits for it longer than he said he would. Questions are in
-// hub_questions.cpp.
+// A question (ask()) floods the pipeline: a hub that receives it for the first time answers the peer it came from and
+// forwards it to its other peers; their answers take the same way back. A busy or deadlocked rank answers, since its
+// hub thread does. A stopped one does not; the rank that asks then reads its record, if it has it. A hub thread drops
+// an answer that it would have to wait to send. Questions are in hub_questions.cpp.
 //
-// A peer that has said goodbye sends no more messages, but it still hears and passes on aborts and questions, until its
-// socket ends, which then is no loss.
+// A peer that has left (it sent a leave frame) sends no more messages, but it still forwards aborts and questions until
+// its socket ends. That end does not count as a loss.
 //
-// `mutex_` guards inboxes, states and bells; each peer's `writing` mutex keeps its frames whole. The first
-// cause is written once, before `failed_` is stored (release). No mutex is held while a call blocks, except
-// `writing`, whose holder waits for the peer's hub thread to drain the socket, and that thread never waits
-// for this rank's.
+// `mutex_` guards inboxes, states and bells; each peer's `writing` mutex keeps its frames whole. The first cause is
+// written once, before `failed_` is stored (release). No mutex is held during a call that blocks, except `writing`: its
+// holder waits for the peer's hub thread to drain the socket, and that thread never waits for this rank's.
 #pragma once
 
 #include <sys/uio.h>
@@ -41,8 +39,9 @@
 
 #include "base/fd.hpp"
 #include "base/wait.hpp"
+#include "control/action_log.hpp"
+#include "control/cause.hpp"
 #include "control/frame.hpp"
-#include "control/recorder.hpp"
 
 namespace pypipe {
 
@@ -62,56 +61,55 @@ class Hub {
   // Sends one frame; `descriptor` travels with it (Unix sockets only) and stays the caller's.
   // Throws Error{peer_gone, aborted, timeout}.
   void send(int peer, FrameType type, std::uint32_t channel, std::uint64_t value, std::string_view payload,
-            const Patience& patience, int descriptor = -1);
+            const WaitPolicy& policy, int descriptor = -1);
 
   // Waits for the next frame of this peer, type and channel. Throws Error{peer_gone, aborted, timeout}.
-  [[nodiscard]] Frame take(int peer, FrameType type, std::uint32_t channel, const Patience& patience);
+  [[nodiscard]] Frame take(int peer, FrameType type, std::uint32_t channel, const WaitPolicy& policy);
 
-  // The same without waiting: nothing where none has come.
+  // The same without waiting: nothing if no such frame has arrived.
   [[nodiscard]] std::optional<Frame> try_take(int peer, FrameType type, std::uint32_t channel);
 
   // Makes the pipeline fail everywhere: sets the first cause here and tells every neighbour, which tells its
-  // own. `cause` is JSON. A later cause is ignored. Never throws and never blocks for more than a moment.
-  // `step`: the one that failed, counted as recorders count. A rank that runs stops before its next action; one that is
-  // in an earlier step still, of which all may be well, goes on until it would have to wait. 0: known of no step.
-  void abort(std::string_view cause, std::uint64_t step = 0) noexcept;
+  // own. A later cause is ignored. Never throws, and blocks for a moment at most.
+  // `step`: the step that failed, as ActionLog counts them; 0: unknown. A rank that is computing stops before its next
+  // action. A rank in an earlier step, which may still succeed, continues until it would have to wait.
+  void abort(const Cause& cause, std::uint64_t step = 0) noexcept;
 
   // The first cause, once there is one.
-  [[nodiscard]] std::optional<std::string> cause() const;
+  [[nodiscard]] std::optional<Cause> cause() const;
+
+  // Whether there is one.
+  [[nodiscard]] bool has_failed() const noexcept { return failed_.load(std::memory_order_acquire); }
 
   // Throws Error{aborted} when the pipeline has failed, Error{peer_gone} when `peer` has left.
   void check(int peer) const;
 
-  // Where this rank notes what it does; before start(). Peers on the same host are handed it by share_record().
-  void set_recorder(std::shared_ptr<Recorder> recorder);
-  void share_record(int peer, const Patience& patience);
+  // Where this rank records its actions; before start(). share_record() passes it to a peer on the same host.
+  void set_action_log(std::shared_ptr<ActionLog> log);
+  void share_record(int peer, const WaitPolicy& policy);
 
-  // Asks all ranks what they do; waits until `ranks` of them have answered (this one counts), at most `patience`.
-  // A neighbour that does not answer may be known from its record: then its `silent` is set. Unordered.
-  struct Answer {
-    Activity status;
-    bool silent = false;
-  };
-  [[nodiscard]] std::vector<Answer> ask(std::size_t ranks, const Patience& patience);
+  // Asks all ranks what they are doing, and waits until `ranks` of them (including this one) have answered or the
+  // timeout has passed. For a neighbour that does not answer, reports what its record says, with `silent` set.
+  // Unordered.
+  [[nodiscard]] std::vector<RankReport> ask(std::size_t ranks, const WaitPolicy& policy);
 
-  // Whether a rank that answers within a moment says that it is busy, or was so less than `lately` ago.
-  [[nodiscard]] bool somebody_is_busy(std::size_t ranks, std::chrono::nanoseconds lately);
+  // Whether a rank says that it is busy, or was busy less than `lately` ago. Waits half a second for answers.
+  [[nodiscard]] bool any_rank_is_busy(std::size_t ranks, std::chrono::nanoseconds lately);
 
-  // The peers that have said goodbye or are gone.
+  // The peers that have left or are lost.
   [[nodiscard]] std::vector<int> departed() const;
 
   // Bells of waiting threads, to be rung when a peer leaves or the pipeline fails.
   void watch(Doorbell& bell);
   void unwatch(Doorbell& bell) noexcept;
 
-  // Says goodbye to every peer: no message will come any more, but those that were sent before. This rank goes on to
-  // hear them, and to pass on what they say.
+  // Tells every peer that this rank sends no more messages. It continues to receive, and to forward aborts and questions.
   void leave() noexcept;
 
-  // Says goodbye (once more) and joins the thread. Idempotent.
+  // Leaves, if leave() has not been called, and joins the thread. Idempotent.
   void close() noexcept;
 
-  // In a forked child: gives up the sockets without a word, so that the parent's death is seen by its peers.
+  // In a forked child: closes the sockets without a leave frame, so that peers notice when the parent dies.
   void abandon() noexcept;
 
   [[nodiscard]] int rank() const noexcept { return rank_; }
@@ -127,9 +125,9 @@ class Hub {
     Fd socket;
     Waiting waiting;  // in the inboxes; guarded by `mutex_`
     std::mutex writing;
-    bool torn = false;  // half a frame was written, and the rest never will be; guarded by `writing`
+    bool torn = false;  // half a frame was written, and the rest will not follow; guarded by `writing`
     FrameReader reader;
-    Fd record;  // where the peer notes what it does; guarded by `mutex_`
+    Fd record;  // the peer's record of its actions; guarded by `mutex_`
     std::atomic<State> state{State::present};
   };
   using InboxKey = std::tuple<int, FrameType, std::uint32_t>;
@@ -145,7 +143,7 @@ class Hub {
   void offer(Peer& peer, FrameType type, std::uint32_t channel, std::uint64_t value, std::string_view payload);
   void hear_question(int from, const Frame& frame);
   void hear_answer(const Frame& frame);
-  [[nodiscard]] std::pair<std::string, std::uint64_t> lost_cause(int lost, std::string_view how);
+  [[nodiscard]] std::pair<Cause, std::uint64_t> lost_cause(int lost, std::string_view how);
   void ring_all() noexcept;
 
   Doorbell arrivals_;
@@ -156,19 +154,20 @@ class Hub {
   std::atomic<bool> closing_{false};
   std::atomic<bool> failed_{false};
   mutable std::mutex mutex_;
-  std::string cause_;
+  std::string cause_;  // encoded
   std::uint64_t cause_step_ = 0;
   std::map<InboxKey, std::deque<Frame>> inboxes_;
   std::vector<Doorbell*> bells_;
-  std::shared_ptr<Recorder> recorder_;
+  std::shared_ptr<ActionLog> action_log_;
   struct Question {
     std::uint64_t number = 0;
     int from = -1;
   };
-  std::map<std::uint32_t, Question> questions_;  // by the rank that asks, its latest; used by the hub thread alone
-  std::mutex asking_;                            // one question of this rank at a time
-  std::uint64_t question_ = 0;                   // this rank's latest; guarded by `mutex_`, as are its answers
-  std::map<std::uint32_t, Activity> answers_;
+  std::map<std::uint32_t, Question>
+      questions_;               // the latest question of each rank that asks; only the hub thread uses it
+  std::mutex asking_;           // one question of this rank at a time
+  std::uint64_t question_ = 0;  // this rank's latest; guarded by `mutex_`, as are its answers
+  std::map<std::uint32_t, RankStatus> answers_;
 };
 
 }  // namespace pypipe

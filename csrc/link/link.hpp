@@ -1,12 +1,12 @@
 // The contract of a link: one directed rank-to-rank FIFO for one kind of traffic (forward or backward).
 //
 // A link moves messages; it knows nothing of tensors. The sender gathers the parts of a message; the receiver finds
-// them in one slot. All work is ordered on a Stream: on a CPU that is the host itself, and a call has done its work
-// when it returns; on a GPU the call enqueues it and the host goes on. So a channel never asks which one it is:
+// them in one slot. All work is ordered on a Stream. On a CPU that is the host itself, and a call has done its work when
+// it returns; on a GPU the call enqueues the work and returns. So a channel works the same on both:
 //
-//   sender    reserve()   a channel needs slots of some size: at its first layout, and when one outgrows them
+//   sender    reserve()   sets the size of a channel's slots: at its first layout, and when a layout outgrows them
 //             send()      reads the parts after all earlier work of the stream
-//             sent()      how many messages have been read for good: only then may their parts be freed or overwritten
+//             sent()      how many messages have been read: their parts may now be freed or overwritten
 //             finish()    later work of the stream may overwrite the parts of all messages so far
 //   receiver  post()      one more receive may be started, into a free slot, after earlier work of the stream
 //             receive()   the next message; the stream's later work sees its bytes
@@ -20,6 +20,7 @@
 #include <memory>
 #include <span>
 
+#include "base/action.hpp"
 #include "base/wait.hpp"
 
 namespace pypipe {
@@ -29,14 +30,22 @@ struct Stream {
   void* handle = nullptr;
 };
 
+// What a receiver expects of a message, and checks.
+struct MessageTag {
+  std::uint32_t stage = 0;          // the stage that sends
+  ActionKind kind = ActionKind::F;  // of what is sent: F's output, B's gradient, or weights (W)
+  std::uint32_t microbatch = 0;
+  bool evaluates = false;  // sent in eval(), which ranks must not mix with step()
+};
+
 // What travels with each message: the tag that the receiver checks, and how much of the batch it is.
 struct Envelope {
   std::uint32_t channel = 0;
   std::uint32_t stage = 0;  // the stage that sends
-  std::uint32_t kind = 0;   // 'F' or 'B'
+  std::uint32_t kind = 0;   // ActionKind, unless the peer sent something else
   std::uint32_t microbatch = 0;
   std::uint32_t layout = 0;
-  std::uint32_t reserved = 0;
+  std::uint32_t evaluates = 0;  // sent in eval()
   std::uint64_t bytes = 0;
   std::uint64_t rows = 0;        // of this microbatch
   std::uint64_t batch_rows = 0;  // of the whole batch
@@ -49,7 +58,7 @@ struct Part {
   std::size_t offset = 0;  // in the message
 };
 
-// Where a message lies. `owner` keeps the memory mapped for as long as anybody looks at it.
+// Where a message lies. `owner` keeps the memory mapped while the slot is in use.
 struct Slot {
   std::uint32_t channel = 0;
   std::uint32_t generation = 0;  // counts the reserve() calls of the channel
@@ -72,21 +81,20 @@ class SendLink {
   virtual ~SendLink() = default;
 
   // From the next message on, `channel` has `slots` slots of `bytes` bytes each.
-  virtual void reserve(std::uint32_t channel, std::uint32_t slots, std::size_t bytes, const Patience& patience) = 0;
+  virtual void reserve(std::uint32_t channel, std::uint32_t slots, std::size_t bytes, const WaitPolicy& policy) = 0;
 
-  // Waits (on the host, for the host's part only) until a slot is free. Throws Error{timeout, peer_gone,
-  // aborted}. `habit`: how long this message has waited in other steps.
-  // Returns the message's number on this link, from 1.
+  // Waits until a slot is free; on a GPU only for the host's part. `history`: how long this message waited in earlier
+  // steps. Returns the message's number on this link, from 1. Throws Error{timeout, peer_gone, aborted}.
   virtual std::uint64_t send(const Envelope& envelope, std::span<const Part> parts, Stream stream,
-                             const Patience& patience, Habit& habit) = 0;
+                             const WaitPolicy& policy, WaitHistory& history) = 0;
 
-  // Whether send() would find a slot of `channel` free. False where only send() can tell. Never waits.
+  // Whether send() would find a slot of `channel` free; false if only send() can tell. Never waits.
   [[nodiscard]] virtual bool has_room(std::uint32_t /*channel*/) { return false; }
 
-  // Of the messages so far, how many no longer need their parts. Never waits.
+  // How many of the messages so far no longer need their parts. Never waits.
   [[nodiscard]] virtual std::uint64_t sent() = 0;
 
-  // Nothing to do where send() itself has read the parts.
+  // Nothing to do if send() has read the parts itself.
   virtual void finish(Stream /*stream*/) {}
 };
 
@@ -97,12 +105,12 @@ class ReceiveLink {
   ReceiveLink& operator=(const ReceiveLink&) = delete;
   virtual ~ReceiveLink() = default;
 
-  // The program takes a free slot of `channel` for a message to come. Never blocks.
-  virtual void post(std::uint32_t channel, Stream stream, const Patience& patience) = 0;
+  // Sets a free slot of `channel` aside for the next message. Never blocks.
+  virtual void post(std::uint32_t channel, Stream stream, const WaitPolicy& policy) = 0;
 
-  // The next message of the link. Throws Error{timeout, peer_gone, aborted, protocol}. `habit`: how long it has been
-  // waited for in other steps.
-  [[nodiscard]] virtual Arrival receive(Stream stream, const Patience& patience, Habit& habit) = 0;
+  // The next message of the link. `history`: how long the wait for it took in earlier steps. Throws Error{timeout,
+  // peer_gone, aborted, protocol}.
+  [[nodiscard]] virtual Arrival receive(Stream stream, const WaitPolicy& policy, WaitHistory& history) = 0;
 
   virtual void release(const Slot& slot, Stream stream) = 0;
 };

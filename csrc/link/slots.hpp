@@ -1,4 +1,4 @@
-// What the links have in common: sizes of slots, and their frames on the control socket.
+// What links share: the sizes of slots, and their frames on the control socket.
 #pragma once
 
 #include <bit>
@@ -15,7 +15,7 @@ namespace pypipe {
 // Frames of a link itself share the numbers of channels; the top bit keeps them apart.
 inline constexpr std::uint32_t link_frames = std::uint32_t{1} << 31;
 
-// The size of a slot for messages of so many bytes. Slots grow in steps of an eighth of their power of two: at most
+// The size of a slot for messages of `bytes` bytes. Slots grow in steps of an eighth of their power of two: at most
 // 12.5 % is unused, and sizes that creep upwards cost a logarithmic number of allocations.
 [[nodiscard]] inline std::size_t slot_size(std::size_t bytes) {
   if (bytes <= 4096) return 4096;
@@ -25,7 +25,7 @@ inline constexpr std::uint32_t link_frames = std::uint32_t{1} << 31;
 
 [[nodiscard]] inline Envelope envelope_of(const Frame& frame) {
   Envelope envelope;
-  if (frame.payload.size() != sizeof(envelope)) throw Error(Fault::protocol, "an envelope of a wrong length");
+  if (frame.payload.size() != sizeof(envelope)) throw Error(Fault::protocol, "an envelope of the wrong length");
   std::memcpy(&envelope, frame.payload.data(), sizeof(envelope));
   return envelope;
 }

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <exception>
 
+#include "base/action.hpp"
 #include "base/error.hpp"
 #include "base/wait.hpp"
 #include "python/register.hpp"
@@ -26,8 +27,8 @@ void translate(std::exception_ptr pointer) {
   }
 }
 
-// Called on a waiting thread that has given up the GIL. Only Python's main thread handles signals; elsewhere
-// this does nothing.
+// Called on a waiting thread that has released the GIL. Does nothing outside Python's main thread, which alone handles
+// signals.
 void handle_signals() {
   const py::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
@@ -45,23 +46,28 @@ void register_base(py::module_& module) {
   py::reinterpret_borrow<py::object>(core_error).attr("fault") = "";
   py::register_exception_translator(&translate);
 
-  py::class_<Patience>(module, "Patience",
-                       "How long (seconds) and how eagerly to wait: polls before parking, and "
-                       "seconds of more polls while waits are that short.")
+  py::enum_<ActionKind> kinds(module, "ActionKind", "Kinds of actions, as the program has them.");
+  for (std::size_t number = 0; number < action_kind_names.size(); ++number) {
+    kinds.value(action_kind_names[number], static_cast<ActionKind>(number));
+  }
+
+  py::class_<WaitPolicy>(module, "WaitPolicy",
+                         "How long (seconds) to wait, how many polls come before parking, and "
+                         "for how many seconds to poll when a wait should be about to end.")
       .def(py::init([](double timeout, std::uint32_t spins, double longest_spin) {
-             Patience patience;
-             patience.timeout = nanoseconds(timeout);
-             patience.spins = spins;
-             patience.longest_spin = nanoseconds(longest_spin);
-             patience.interruption = &handle_signals;
-             return patience;
+             WaitPolicy policy;
+             policy.timeout = nanoseconds(timeout);
+             policy.spins = spins;
+             policy.longest_spin = nanoseconds(longest_spin);
+             policy.interruption = &handle_signals;
+             return policy;
            }),
            py::arg("timeout"), py::arg("spins") = 0, py::arg("longest_spin") = 0.0)
       .def_property_readonly(
-          "timeout", [](const Patience& patience) { return std::chrono::duration<double>(patience.timeout).count(); })
-      .def_readonly("spins", &Patience::spins)
+          "timeout", [](const WaitPolicy& policy) { return std::chrono::duration<double>(policy.timeout).count(); })
+      .def_readonly("spins", &WaitPolicy::spins)
       .def(
-          "prolong", [](const Patience& patience) { return patience.prolong && patience.prolong(); },
+          "prolong", [](const WaitPolicy& policy) { return policy.prolong && policy.prolong(); },
           py::call_guard<py::gil_scoped_release>(), "Once the timeout has passed: whether to wait as long again.");
 }
 

@@ -21,7 +21,7 @@ namespace {
 using Released = py::call_guard<py::gil_scoped_release>;
 
 // A layout as its sender uses it: the id that was announced, and where each tensor goes.
-struct SendLayout {
+struct OutgoingLayout {
   std::uint32_t id = 0;
   std::vector<Part> parts;  // data is filled in for each message
 };
@@ -31,18 +31,18 @@ struct Message {
   Arrival arrival;
 };
 
-SendLayout announce(SendChannel& channel, const std::string& description, const std::vector<std::size_t>& sizes,
-                    std::uint32_t forgotten, const Patience& patience) {
+OutgoingLayout announce(ChannelSender& channel, const std::string& description, const std::vector<std::size_t>& sizes,
+                        std::uint32_t forgotten, const WaitPolicy& policy) {
   const std::vector<std::size_t> offsets = pack(sizes);
-  SendLayout layout;
+  OutgoingLayout layout;
   for (std::size_t i = 0; i < sizes.size(); ++i) layout.parts.push_back(Part{nullptr, sizes[i], offsets[i]});
-  layout.id = channel.announce(description, offsets.back(), forgotten, patience);
+  layout.id = channel.announce(description, offsets.back(), forgotten, policy);
   return layout;
 }
 
-std::uint64_t send(SendChannel& channel, const SendLayout& layout, std::uint32_t stage, std::uint32_t kind,
-                   std::uint32_t microbatch, std::uint64_t rows, std::uint64_t batch_rows,
-                   const std::vector<std::uintptr_t>& pointers, std::uintptr_t stream, const Patience& patience) {
+std::uint64_t send(ChannelSender& channel, const OutgoingLayout& layout, std::uint32_t stage, std::uint32_t kind,
+                   std::uint32_t microbatch, bool evaluates, std::uint64_t rows, std::uint64_t batch_rows,
+                   const std::vector<std::uintptr_t>& pointers, std::uintptr_t stream, const WaitPolicy& policy) {
   if (pointers.size() != layout.parts.size()) {
     throw Error(Fault::usage, "a layout of " + std::to_string(layout.parts.size()) + " tensors got " +
                                   std::to_string(pointers.size()) + " pointers");
@@ -51,17 +51,17 @@ std::uint64_t send(SendChannel& channel, const SendLayout& layout, std::uint32_t
   for (std::size_t i = 0; i < parts.size(); ++i) {
     parts[i].data = reinterpret_cast<const void*>(pointers[i]);  // NOLINT(performance-no-int-to-ptr)
   }
-  const Envelope envelope{0, stage, kind, microbatch, layout.id, 0, 0, rows, batch_rows};
+  const Envelope envelope{0, stage, kind, microbatch, layout.id, evaluates ? 1U : 0U, 0, rows, batch_rows};
   const py::gil_scoped_release released;
   return channel.send(envelope, parts, Stream{reinterpret_cast<void*>(stream)},  // NOLINT(performance-no-int-to-ptr)
-                      patience);
+                      policy);
 }
 
-Message receive(ReceiveChannel& channel, std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch,
-                std::uintptr_t stream, const Patience& patience) {
-  return Message{channel.receive(stage, kind, microbatch,
+Message receive(ChannelReceiver& channel, std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch,
+                bool evaluates, std::uintptr_t stream, const WaitPolicy& policy) {
+  return Message{channel.receive(MessageTag{stage, static_cast<ActionKind>(kind), microbatch, evaluates},
                                  Stream{reinterpret_cast<void*>(stream)},  // NOLINT(performance-no-int-to-ptr)
-                                 patience)};
+                                 policy)};
 }
 
 template <class Channel>
@@ -86,19 +86,24 @@ void register_channel(py::module_& module) {
   module.def(
       "pack", [](const std::vector<std::size_t>& sizes) { return pack(sizes); }, arg("sizes"),
       "Offsets of parts of these sizes (bytes) in one message, then the message's size.");
-  module.def("check_tag", &check_tag, arg("envelope"), arg("channel"), arg("stage"), arg("kind"), arg("microbatch"),
-             arg("peer"));
+  module.def(
+      "check_tag",
+      [](const Envelope& envelope, std::uint32_t channel, std::uint32_t stage, std::uint32_t kind,
+         std::uint32_t microbatch, bool evaluates, int peer) {
+        check_tag(envelope, channel, MessageTag{stage, static_cast<ActionKind>(kind), microbatch, evaluates}, peer);
+      },
+      arg("envelope"), arg("channel"), arg("stage"), arg("kind"), arg("microbatch"), arg("evaluates"), arg("peer"));
 
   py::class_<SendLink>(module, "SendLink");
   py::class_<ReceiveLink>(module, "ReceiveLink");
   py::class_<ShmSendLink, SendLink>(module, "ShmSendLink")
-      .def(py::init<Hub&, int, std::uint32_t, std::uint32_t, const Patience&>(), arg("hub"), arg("peer"), arg("link"),
-           arg("capacity"), arg("patience"), keep_alive<1, 2>(), Released());
+      .def(py::init<Hub&, int, std::uint32_t, std::uint32_t, const WaitPolicy&>(), arg("hub"), arg("peer"), arg("link"),
+           arg("capacity"), arg("policy"), keep_alive<1, 2>(), Released());
   py::class_<ShmReceiveLink, ReceiveLink>(module, "ShmReceiveLink")
-      .def(py::init<Hub&, int, std::uint32_t, std::uint32_t, const Patience&>(), arg("hub"), arg("peer"), arg("link"),
-           arg("capacity"), arg("patience"), keep_alive<1, 2>(), Released());
+      .def(py::init<Hub&, int, std::uint32_t, std::uint32_t, const WaitPolicy&>(), arg("hub"), arg("peer"), arg("link"),
+           arg("capacity"), arg("policy"), keep_alive<1, 2>(), Released());
 
-  py::class_<SendLayout>(module, "SendLayout").def_readonly("id", &SendLayout::id);
+  py::class_<OutgoingLayout>(module, "OutgoingLayout").def_readonly("id", &OutgoingLayout::id);
 
   py::class_<Message>(module, "Message", py::buffer_protocol())
       .def_buffer([](Message& message) {
@@ -125,60 +130,60 @@ void register_channel(py::module_& module) {
           [](const Message& message) { return reinterpret_cast<std::uintptr_t>(message.arrival.slot.owner.get()); },
           "The start of what was allocated for this slot and others.");
 
-  py::class_<SendChannel>(module, "SendChannel")
+  py::class_<ChannelSender>(module, "ChannelSender")
       .def(py::init<Hub&, SendLink&, int, std::uint32_t, std::uint32_t>(), arg("hub"), arg("link"), arg("peer"),
            arg("channel"), arg("slots"), keep_alive<1, 2>(), keep_alive<1, 3>())
-      .def("announce", &announce, arg("description"), arg("sizes"), arg("forgotten"), arg("patience"), Released())
-      .def("send", &send, arg("layout"), arg("stage"), arg("kind"), arg("microbatch"), arg("rows"), arg("batch_rows"),
-           arg("pointers"), arg("stream"), arg("patience"))
-      .def("has_room", &SendChannel::has_room)
-      .def("sent", &SendChannel::sent)
+      .def("announce", &announce, arg("description"), arg("sizes"), arg("forgotten"), arg("policy"), Released())
+      .def("send", &send, arg("layout"), arg("stage"), arg("kind"), arg("microbatch"), arg("evaluates"), arg("rows"),
+           arg("batch_rows"), arg("pointers"), arg("stream"), arg("policy"))
+      .def("has_room", &ChannelSender::has_room)
+      .def("sent", &ChannelSender::sent)
       .def(
           "finish",
-          [](SendChannel& channel, std::uintptr_t stream) {
+          [](ChannelSender& channel, std::uintptr_t stream) {
             channel.finish(Stream{reinterpret_cast<void*>(stream)});  // NOLINT(performance-no-int-to-ptr)
           },
           arg("stream"), Released())
-      .def_property_readonly("counters", &counters<SendChannel>);
+      .def_property_readonly("counters", &counters<ChannelSender>);
 
-  py::class_<ReceiveChannel>(module, "ReceiveChannel")
+  py::class_<ChannelReceiver>(module, "ChannelReceiver")
       .def(py::init<Hub&, ReceiveLink&, int, std::uint32_t, std::uint32_t>(), arg("hub"), arg("link"), arg("peer"),
            arg("channel"), arg("slots"), keep_alive<1, 2>(), keep_alive<1, 3>())
       .def(
           "post",
-          [](ReceiveChannel& channel, std::uintptr_t stream, const Patience& patience) {
-            channel.post(Stream{reinterpret_cast<void*>(stream)}, patience);  // NOLINT(performance-no-int-to-ptr)
+          [](ChannelReceiver& channel, std::uintptr_t stream, const WaitPolicy& policy) {
+            channel.post(Stream{reinterpret_cast<void*>(stream)}, policy);  // NOLINT(performance-no-int-to-ptr)
           },
-          arg("stream"), arg("patience"), Released())
-      .def("receive", &receive, arg("stage"), arg("kind"), arg("microbatch"), arg("stream"), arg("patience"),
-           Released())
+          arg("stream"), arg("policy"), Released())
+      .def("receive", &receive, arg("stage"), arg("kind"), arg("microbatch"), arg("evaluates"), arg("stream"),
+           arg("policy"), Released())
       .def(
           "description",
-          [](ReceiveChannel& channel, std::uint32_t layout, const Patience& patience) {
-            return channel.layout(layout, patience).description;
+          [](ChannelReceiver& channel, std::uint32_t layout, const WaitPolicy& policy) {
+            return channel.layout(layout, policy).description;
           },
-          arg("layout"), arg("patience"))
+          arg("layout"), arg("policy"))
       .def(
           "release",
-          [](ReceiveChannel& channel, const Message& message, std::uintptr_t stream) {
+          [](ChannelReceiver& channel, const Message& message, std::uintptr_t stream) {
             channel.release(message.arrival.slot,
                             Stream{reinterpret_cast<void*>(stream)});  // NOLINT(performance-no-int-to-ptr)
           },
           arg("message"), arg("stream"))
-      .def_property_readonly("counters", &counters<ReceiveChannel>);
+      .def_property_readonly("counters", &counters<ChannelReceiver>);
 
   py::class_<LayoutAnnouncer>(module, "LayoutAnnouncer")
       .def(py::init<Hub&, int, std::uint32_t>(), arg("hub"), arg("peer"), arg("channel"), keep_alive<1, 2>())
-      .def("announce", &LayoutAnnouncer::announce, arg("description"), arg("bytes"), arg("forgotten"), arg("patience"),
+      .def("announce", &LayoutAnnouncer::announce, arg("description"), arg("bytes"), arg("forgotten"), arg("policy"),
            Released());
   py::class_<LayoutBook>(module, "LayoutBook")
       .def(py::init<Hub&, int, std::uint32_t>(), arg("hub"), arg("peer"), arg("channel"), keep_alive<1, 2>())
       .def(
           "description",
-          [](LayoutBook& book, std::uint32_t layout, const Patience& patience) {
-            return book.find(layout, patience).description;
+          [](LayoutBook& book, std::uint32_t layout, const WaitPolicy& policy) {
+            return book.find(layout, policy).description;
           },
-          arg("layout"), arg("patience"), Released())
+          arg("layout"), arg("policy"), Released())
       .def_property_readonly("received", &LayoutBook::received);
 }
 

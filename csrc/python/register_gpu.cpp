@@ -27,7 +27,7 @@ namespace {
 
 using Released = py::call_guard<py::gil_scoped_release>;
 
-// Holders can't be const; every method of both is.
+// Holders cannot be const, but all methods of both classes are.
 using CudaApi = std::shared_ptr<cuda::Api>;
 using NcclApi = std::shared_ptr<nccl::Api>;
 
@@ -58,29 +58,29 @@ Allocate as_allocate(const AllocateFunction& function) {
 }
 
 std::shared_ptr<NcclEdge> make_edge(const CudaApi& cuda, const NcclApi& nccl, const py::bytes& id, int rank,
-                                    NcclEdge::Traffic traffic, const std::string& name, int min_ctas, int max_ctas,
-                                    const Patience& patience) {
+                                    NcclEdge::Direction direction, const std::string& name, int min_ctas, int max_ctas,
+                                    const WaitPolicy& policy) {
   nccl::UniqueId unique{};
   const std::string_view text = id;
   if (text.size() != sizeof(unique.internal)) throw Error(Fault::usage, "an NCCL unique id has 128 bytes");
   std::memcpy(unique.internal, text.data(), text.size());
   const py::gil_scoped_release released;
-  return std::make_shared<NcclEdge>(cuda, nccl, unique, rank, traffic, name, NcclOptions{min_ctas, max_ctas}, patience);
+  return std::make_shared<NcclEdge>(cuda, nccl, unique, rank, direction, name, NcclOptions{min_ctas, max_ctas}, policy);
 }
 
 void register_nccl_links(py::module_& module) {
-  py::enum_<NcclEdge::Traffic>(module, "NcclTraffic", "What goes through an edge.")
-      .value("ONE_WAY", NcclEdge::Traffic::one_way)
-      .value("BOTH_WAYS", NcclEdge::Traffic::both_ways)
-      .value("TO_ITSELF", NcclEdge::Traffic::to_itself);
+  py::enum_<NcclEdge::Direction>(module, "NcclDirection", "Which way messages of an edge go.")
+      .value("ONE_WAY", NcclEdge::Direction::one_way)
+      .value("BOTH_WAYS", NcclEdge::Direction::both_ways)
+      .value("TO_ITSELF", NcclEdge::Direction::to_itself);
   py::class_<NcclEdge, std::shared_ptr<NcclEdge>>(module, "NcclEdge", "One end of a communicator of two ranks.")
-      .def(py::init(&make_edge), arg("cuda"), arg("nccl"), arg("unique_id"), arg("rank"), arg("traffic"), arg("name"),
-           arg("min_ctas"), arg("max_ctas"), arg("patience"),
+      .def(py::init(&make_edge), arg("cuda"), arg("nccl"), arg("unique_id"), arg("rank"), arg("direction"), arg("name"),
+           arg("min_ctas"), arg("max_ctas"), arg("policy"),
            "Joins the communicator and connects; returns when the other end has done so too.");
   py::class_<NcclGroup, std::shared_ptr<NcclGroup>>(module, "NcclGroup",
                                                     "Transfers held back; see csrc/link/nccl/nccl_group.hpp.")
       .def(py::init<>())
-      .def("issue", &NcclGroup::issue, arg("patience"), Released());
+      .def("issue", &NcclGroup::issue, arg("policy"), Released());
   py::class_<NcclSendLink, SendLink>(module, "NcclSendLink")
       .def(py::init([](Hub& hub, int peer, std::uint32_t link, std::shared_ptr<NcclEdge> edge,
                        const AllocateFunction& allocate, std::optional<std::shared_ptr<NcclGroup>> group) {
@@ -106,7 +106,7 @@ void register_nccl_links(py::module_& module) {
                  std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(limit)), ranks);
            }),
            arg("hub"), arg("edges"), arg("limit"), arg("ranks"), py::keep_alive<1, 2>(), Released())
-      .def("close", &NcclWatchdog::close, arg("patience"), Released());
+      .def("close", &NcclWatchdog::close, arg("policy"), Released());
 }
 
 }  // namespace
@@ -142,7 +142,7 @@ void register_gpu(py::module_& module) {
              }();
              return py::bytes(id.internal, sizeof(id.internal));
            })
-      .def("try_communicator", &nccl::try_communicator, arg("patience"), Released(),
+      .def("try_communicator", &nccl::try_communicator, arg("policy"), Released(),
            "Makes a communicator of one rank and takes it down. Raises CoreError with what NCCL says.");
   module.def(
       "open_nccl",

@@ -75,6 +75,7 @@ class _End:
         """Functions that send and receive one message of `size` bytes."""
         import torch
 
+        from pypipe.program import Kind
         from pypipe.runtime.transport import trees
         from pypipe.runtime.transport.channel import Tag
 
@@ -82,7 +83,8 @@ class _End:
         tensors = [payload]
         layout = self._sender.announce(trees.encode(trees.describe(payload, [])), [size], 0)
         sender, receiver = self._sender, self._receiver
-        mine, theirs = Tag(self._rank, ord("F"), 0, 0, 0), Tag(self._peer, ord("F"), 0, 0, 0)
+        kind = Kind.F.order
+        mine, theirs = Tag(self._rank, kind, 0, 0, 0), Tag(self._peer, kind, 0, 0, 0)
 
         def send() -> None:
             sender.transfer(layout, mine, tensors)

@@ -178,7 +178,7 @@ def _inspect_cuda(report: Report) -> None:
 
 
 def _inspect_nccl(report: Report) -> None:
-    from pypipe._core import CoreError, Patience
+    from pypipe._core import CoreError, WaitPolicy
     from pypipe.runtime import environment
     from pypipe.runtime.libraries import find_nccl
 
@@ -195,7 +195,7 @@ def _inspect_nccl(report: Report) -> None:
     if not report.gpus:
         return
     try:
-        library.try_communicator(Patience(_COMMUNICATOR_TIMEOUT))
+        library.try_communicator(WaitPolicy(_COMMUNICATOR_TIMEOUT))
         report.communicator = "works"
     except CoreError as error:
         report.communicator = str(error)

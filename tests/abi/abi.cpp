@@ -4,8 +4,8 @@
 //   g++ -std=c++20 -fsyntax-only -Wall -Wextra -Icsrc -isystem <with nccl.h> -isystem <with cuda.h>
 //   tests/abi/abi.cpp
 
-// nccl.h includes the arithmetic of short floats and uses none of it; it would need one more package. These
-// are the include guards of those headers.
+// nccl.h includes the headers of short floats without using them; they would need one more package. These are their
+// include guards.
 #define __CUDA_FP16_H__  // NOLINT(bugprone-reserved-identifier)
 #define __CUDA_BF16_H__  // NOLINT(bugprone-reserved-identifier)
 #define __CUDA_FP8_H__   // NOLINT(bugprone-reserved-identifier)
@@ -21,7 +21,7 @@
 #include "link/nccl/cuda_abi.hpp"
 #include "link/nccl/nccl_abi.hpp"
 
-// Two types are one to a caller if they are the same, or are pointers to such, or are listed here.
+// Two types are the same to a caller if they are equal, are pointers to such types, or are listed here.
 namespace abi {
 
 template <class Ours, class Theirs>
@@ -31,7 +31,7 @@ struct Same<Ours*, Theirs*> : Same<Ours, Theirs> {};
 template <class Ours, class Theirs>
 struct Same<const Ours, const Theirs> : Same<Ours, Theirs> {};
 
-// Opaque structs, of which only addresses are ever seen.
+// Opaque structs, used only by address.
 template <>
 struct Same<pypipe::cuda::CUctx_st, CUctx_st> : std::true_type {};
 template <>
@@ -41,7 +41,7 @@ struct Same<pypipe::cuda::CUevent_st, CUevent_st> : std::true_type {};
 template <>
 struct Same<pypipe::nccl::ncclComm, ncclComm> : std::true_type {};
 
-// An enum travels as an integer of its size.
+// An enum is passed as an integer of its size.
 template <class Ours, class Theirs>
 struct SameNumber : std::bool_constant<(std::is_enum_v<Ours> || std::is_integral_v<Ours>) && std::is_enum_v<Theirs> &&
                                        sizeof(Ours) == sizeof(Theirs) && alignof(Ours) == alignof(Theirs)> {};
@@ -52,7 +52,7 @@ struct Same<pypipe::nccl::Result, ncclResult_t> : SameNumber<pypipe::nccl::Resul
 template <>
 struct Same<int, ncclDataType_t> : SameNumber<int, ncclDataType_t> {};
 
-// Their members are compared below. By value, only a trivial struct of one size and alignment travels alike.
+// Their members are compared below. By value, only trivial structs of the same size and alignment are passed alike.
 template <class Ours, class Theirs>
 constexpr bool plain =
     std::is_trivially_copyable_v<Ours> && std::is_standard_layout_v<Ours> && alignof(Ours) == alignof(Theirs);
@@ -84,8 +84,8 @@ static_assert(!Same<pypipe::nccl::CommunicatorHandle*, ncclComm_t>::value);
 
 }  // namespace abi
 
-// cuda.h renames functions by macros (cuMemAlloc is cuMemAlloc_v2), and dlsym sees no macros: a name in our
-// table must already be the one that the header's declaration has in the end.
+// cuda.h renames functions by macros (cuMemAlloc is cuMemAlloc_v2), and dlsym does not see macros: a name in our table
+// must be the one that the header's declaration has after macros are expanded.
 #define SPELLED(name) std::string_view(#name)
 #define EXPANDED(name) SPELLED(name)
 
@@ -202,7 +202,7 @@ AGREE(nvls_host_mode, nvlsHostMode)
 #endif
 #undef AGREE
 
-// Every byte that a library of this release or an older one copies is one of ours. A newer one has more.
+// A library of this release or an older one copies only bytes of our struct. A newer one has more fields.
 constexpr bool known_release = NCCL_VERSION_CODE <= pypipe::nccl::config_version;
 static_assert(!known_release || sizeof(ncclConfig_t) <= sizeof(Config));
 static_assert(known_release || sizeof(ncclConfig_t) >= sizeof(Config));

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import json
 import resource
 import socket
 import struct
@@ -17,7 +16,7 @@ import pytest
 from pypipe import _core
 
 LONG = 30.0
-PATIENCE = _core.Patience(LONG)
+WAIT_POLICY = _core.WaitPolicy(LONG)
 HEADER = struct.Struct("=IHHIIQ")
 MAGIC = 0x31507950
 LAYOUT, MEMORY, ENVELOPE, ABORT, LEAVE = 1, 2, 3, 4, 5
@@ -63,7 +62,7 @@ def read_frame(connection: socket.socket) -> tuple[int, bytes] | None:
 
 
 def envelope(microbatch: int = 0) -> Any:
-    return _core.Envelope(0, ord("F"), microbatch, 1, 64, 2, 4)
+    return _core.Envelope(0, _core.ActionKind.F.value, microbatch, 1, False, 64, 2, 4)
 
 
 def sockets(kind: str) -> tuple[socket.socket, socket.socket]:
@@ -99,12 +98,18 @@ class Neighbours:
         self.good.close()
 
 
-def cause_of(hub: Any, peer: int) -> dict[str, Any]:
+def failure(message: str, rank: int = 0) -> _core.Cause:
+    """A cause, as of an exception with this message on that rank."""
+    return _core.Cause(_core.CauseKind.ERROR, rank, message=message)
+
+
+def cause_of(hub: Any, peer: int) -> _core.Cause:
     """The first cause, as soon as the hub has one."""
     with pytest.raises(_core.CoreError) as caught:
-        hub.take_envelope(peer, 12345, PATIENCE)
+        hub.take_envelope(peer, 12345, WAIT_POLICY)
     assert caught.value.fault == "aborted", caught.value
-    cause: dict[str, Any] = json.loads(hub.cause())
+    cause = hub.cause()
+    assert isinstance(cause, _core.Cause)
     return cause
 
 
@@ -135,7 +140,7 @@ def chain(size: int, kind: str = "unix", *, records: bool = False) -> list[Any]:
     """Hubs 0 - 1 - ... - size-1, each connected to the next; with records, so that they can answer questions."""
     hubs = [_core.Hub(rank) for rank in range(size)]
     for rank, hub in enumerate(hubs if records else []):
-        hub.set_recorder(_core.Recorder(rank, 16, ""))
+        hub.set_action_log(_core.ActionLog(rank, 16, ""))
     for left in range(size - 1):
         a, b = sockets(kind)
         hubs[left].add_peer(left + 1, a.detach())

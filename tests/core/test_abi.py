@@ -105,7 +105,7 @@ first, second = library.unique_id(), library.unique_id()
 assert len(first) == len(second) == 128 and first != second
 print(library.path, library.version, *library.absent)
 try:
-    library.try_communicator(_core.Patience(20))
+    library.try_communicator(_core.WaitPolicy(20))
 except _core.CoreError as error:
     print(error.fault, error)
 """

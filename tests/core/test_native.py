@@ -37,7 +37,7 @@ RUNS: dict[str, dict[str, str]] = {
     "segment_test": {"plain": "2000", "asan": "500", "tsan": "500"},
     "link_test": {"plain": "300", "asan": "50", "tsan": "50"},
     "hub_stress": {"plain": "1 100", "asan": "2 20", "tsan": "3 20"},
-    "recorder_stress": {"plain": "1 20", "asan": "2 5", "tsan": "3 5"},
+    "action_log_stress": {"plain": "1 20", "asan": "2 5", "tsan": "3 5"},
     "doorbell_stress": {"plain": "1 500000", "asan": "2 100000", "tsan": "3 100000"},
     # Seed, messages each way, polls before parking.
     "channel_stress sleeping": {"plain": "1 700000 0", "asan": "2 40000 0", "tsan": "3 40000 0"},

@@ -1,4 +1,4 @@
-// Messages through channels at random speeds, every byte checked twice. Arguments: seed, messages, spins.
+// Sends messages through channels at random speeds and checks every byte twice. Arguments: seed, messages, spins.
 //
 // Two hubs in one process, a link each way, several channels on each. Both ends of a link follow the same
 // seeded plan: which channel, which layout. The receiver keeps messages alive, up to the channel's slots, and
@@ -23,11 +23,10 @@ namespace {
 
 constexpr std::size_t largest = std::size_t{256} << 10;
 constexpr std::size_t most_layouts = 16;
-// Slots grow in steps of an eighth of a power of two, from 4 KB to 256 KB: at most so many times, and once at
-// first.
+// How often slots are allocated at most: they grow in steps of an eighth of a power of two, from 4 KB to 256 KB.
 constexpr std::uint64_t most_allocations = 6 * 8 + 1;
 constexpr std::uint32_t stage = 7;
-constexpr std::uint32_t kind = 'F';
+constexpr ActionKind kind = ActionKind::F;
 
 // --- what is sent
 // ----------------------------------------------------------------------------------------------------
@@ -41,7 +40,7 @@ struct Step {
   bool fresh = false;
 };
 
-// What both ends know in advance. Layouts come, go on for a while, come back, and are forgotten.
+// The plan that both ends know in advance. Layouts are used for a while, used again, and forgotten.
 class Plan {
  public:
   Plan(std::uint64_t seed, std::size_t channels, std::uint64_t messages)
@@ -96,7 +95,7 @@ class Plan {
     }
     std::size_t bytes = 0;
     for (const std::size_t size : lane.known[lane.now].sizes) bytes += size;
-    // Small messages are many: speed is what provokes races.
+    // Most messages are small: speed provokes races.
     lane.left = 1 + random_.below(bytes <= 2048 ? 200 : bytes <= 32768 ? 30 : 4);
   }
 
@@ -125,7 +124,7 @@ std::uint64_t key_of(std::uint32_t channel, const Step& step, std::size_t part) 
       .next();
 }
 
-// Eight bytes at a time, so that checking costs little beside what is checked.
+// Eight bytes at a time, so that the check is cheap.
 std::uint64_t word(std::uint64_t key, std::size_t i) { return key + i * 0x9e3779b97f4a7c15; }
 
 void fill(std::byte* at, std::size_t bytes, std::uint64_t key) {
@@ -156,7 +155,7 @@ std::string describe(const Step& step) {
   return text;
 }
 
-// Mostly nothing; sometimes a pause, so that now the sender waits for the receiver and now the other way.
+// Pauses now and then, so that sometimes the sender waits for the receiver, and sometimes the receiver for the sender.
 void dawdle(Random& random) {
   const std::uint64_t choice = random.below(4000);
   if (choice == 0) std::this_thread::sleep_for(std::chrono::microseconds(random.below(300)));
@@ -184,16 +183,16 @@ struct Route {
 };
 
 void produce(Hub& hub, int peer, const Route& route, std::vector<ChannelCounters>& counters) {
-  const Patience waiting = patience(std::chrono::seconds(60), route.spins);
+  const WaitPolicy waiting = policy(std::chrono::seconds(60), route.spins);
   ShmSendLink link(hub, peer, route.number, route.capacity(), waiting);
   struct Lane {
-    std::unique_ptr<SendChannel> channel;
+    std::unique_ptr<ChannelSender> channel;
     std::map<std::uint64_t, std::uint32_t> ids;
     std::uint64_t allocations_at_largest = 0;
   };
   std::vector<Lane> lanes(route.slots.size());
   for (std::size_t i = 0; i < lanes.size(); ++i) {
-    lanes[i].channel = std::make_unique<SendChannel>(hub, link, peer, route.channel(i), route.slots[i]);
+    lanes[i].channel = std::make_unique<ChannelSender>(hub, link, peer, route.channel(i), route.slots[i]);
   }
   Plan plan(route.seed, route.slots.size(), route.messages);
   Random random(route.seed + 1);
@@ -221,12 +220,12 @@ void produce(Hub& hub, int peer, const Route& route, std::vector<ChannelCounters
     }
     Envelope envelope;
     envelope.stage = stage;
-    envelope.kind = kind;
+    envelope.kind = static_cast<std::uint32_t>(kind);
     envelope.microbatch = step->microbatch;
     envelope.layout = lane.ids.at(step->layout);
     envelope.rows = step->layout;
     lane.channel->send(envelope, parts, Stream{}, waiting);
-    // On a CPU the parts are the caller's again.
+    // On a CPU the caller may reuse the parts.
     std::fill_n(scratch.data(), std::min<std::size_t>(at, 64), std::byte{0xee});
   }
   for (const Lane& lane : lanes) {
@@ -238,20 +237,20 @@ void produce(Hub& hub, int peer, const Route& route, std::vector<ChannelCounters
 }
 
 void consume(Hub& hub, int peer, const Route& route, std::vector<ChannelCounters>& counters) {
-  const Patience waiting = patience(std::chrono::seconds(60), route.spins);
+  const WaitPolicy waiting = policy(std::chrono::seconds(60), route.spins);
   ShmReceiveLink link(hub, peer, route.number, route.capacity(), waiting);
   struct Held {
     Step step;
     Slot slot;
   };
   struct Lane {
-    std::unique_ptr<ReceiveChannel> channel;
+    std::unique_ptr<ChannelReceiver> channel;
     std::vector<Held> held;
     std::size_t most_held = 0;
   };
   std::vector<Lane> lanes(route.slots.size());
   for (std::size_t i = 0; i < lanes.size(); ++i) {
-    lanes[i].channel = std::make_unique<ReceiveChannel>(hub, link, peer, route.channel(i), route.slots[i]);
+    lanes[i].channel = std::make_unique<ChannelReceiver>(hub, link, peer, route.channel(i), route.slots[i]);
   }
   Plan plan(route.seed, route.slots.size(), route.messages);
   Random random(route.seed + 2);
@@ -277,7 +276,7 @@ void consume(Hub& hub, int peer, const Route& route, std::vector<ChannelCounters
     if (lane.held.size() == route.slots[step->channel]) release(lane);
     while (!lane.held.empty() && random.once_in(4)) release(lane);
     lane.channel->post(Stream{}, waiting);
-    Arrival arrival = lane.channel->receive(stage, kind, step->microbatch, Stream{}, waiting);
+    Arrival arrival = lane.channel->receive(MessageTag{stage, kind, step->microbatch, false}, Stream{}, waiting);
     check_equal(arrival.envelope.rows, step->layout, "the layout of a message");
     check_equal(arrival.envelope.bytes, pack(step->sizes).back(), "the bytes of a message");
     const LayoutBook::Layout& layout = lane.channel->layout(arrival.envelope.layout, waiting);
@@ -304,7 +303,7 @@ void run(std::uint64_t seed, std::uint64_t messages, std::uint32_t spins) {
   join(left, right);
   left.start();
   right.start();
-  // P=2: the next rank and the previous one are the same, and so links carry several channels each way.
+  // P=2: the next rank is the previous one too, so links carry several channels each way.
   const Route forward{1, {1, 3, 8}, seed * 10, messages, spins};
   const Route backward{2, {2, 5}, seed * 10 + 5, messages, spins};
   std::array<std::vector<ChannelCounters>, 2> sent;
@@ -326,7 +325,7 @@ void run(std::uint64_t seed, std::uint64_t messages, std::uint32_t spins) {
       check_equal(in.messages, out.messages, "messages received and sent");
       check_equal(in.bytes, out.bytes, "bytes received and sent");
       check_equal(in.layouts, out.layouts, "layouts received and sent");
-      // The receiver counts the slots that it has met; an announced layout is always followed by a message.
+      // The receiver counts the slots that it has seen; a message follows every layout that is announced.
       check_equal(in.allocations, out.allocations, "allocations at both ends");
       check_equal(in.slot_bytes, out.slot_bytes, "the size of slots at both ends");
       all += in.messages;

@@ -1,4 +1,4 @@
-// What the test programs share: checks that end the program, and a watchdog that says where it hangs.
+// What the test programs share: checks that end the program, and a watchdog that tells where it hangs.
 #pragma once
 
 #include <unistd.h>
@@ -21,8 +21,7 @@
 
 namespace pypipe::test {
 
-// Ends the program at once, from whichever thread: the other threads may be waiting for something that never
-// comes.
+// Ends the program at once, from any thread: other threads may be waiting for something that never happens.
 [[noreturn]] inline void fail(std::string_view what, std::source_location where = std::source_location::current()) {
   std::fprintf(stderr, "FAILED %s:%u: %.*s\n", where.file_name(), static_cast<unsigned>(where.line()),
                static_cast<int>(what.size()), what.data());
@@ -77,15 +76,15 @@ inline void hung(int /*signal*/) {
 }
 }  // namespace detail
 
-// Names what runs now, and gives it `seconds` before it counts as hung. Generous: no test depends on speed.
+// Names the section that runs now, which counts as hung after `seconds`. Generous: no test depends on speed.
 inline void begin(const char* section, unsigned seconds = 30) {
   detail::section = section;
   std::signal(SIGALRM, &detail::hung);
   ::alarm(seconds);
 }
 
-inline Patience patience(std::chrono::nanoseconds timeout = std::chrono::seconds(30), std::uint32_t spins = 0) {
-  Patience result;
+inline WaitPolicy policy(std::chrono::nanoseconds timeout = std::chrono::seconds(30), std::uint32_t spins = 0) {
+  WaitPolicy result;
   result.timeout = timeout;
   result.spins = spins;
   return result;
@@ -109,7 +108,7 @@ class Random {
   std::uint64_t state_;
 };
 
-// The argument at `index` as a number, or `otherwise` where there is none.
+// The argument at `index` as a number, or `otherwise` if it is missing.
 inline std::uint64_t argument(int count, char** values, int index, std::uint64_t otherwise) {
   if (index >= count) return otherwise;
   const std::string_view text = values[index];

@@ -1,8 +1,8 @@
-// Makes parks endless, in a program that is linked with --wrap=syscall. To be included by one file of it.
+// Makes parks endless, in a program that is linked with --wrap=syscall. Include it in one file of the program.
 //
-// The product parks in slices of 100 ms, which would hide a lost wake-up as a pause. Here the linker puts
-// __wrap_syscall in front of syscall(), and it takes the timeout off each FUTEX_WAIT: a lost wake-up hangs,
-// and the watchdog tells.
+// The product parks for 100 ms at most, so that a lost wake-up would look like a pause. Here the linker replaces syscall()
+// by __wrap_syscall, which removes the timeout of each FUTEX_WAIT: after a lost wake-up the program hangs, and the
+// watchdog reports it.
 #pragma once
 
 #include <linux/futex.h>
@@ -16,7 +16,7 @@ namespace pypipe::test {
 
 inline std::atomic<bool> endless{true};
 
-// For as long as it lives, parks end after their slice: for waits that are meant to time out.
+// While it exists, parks end after their 100 ms: for waits that are meant to time out.
 struct WithTimeouts {
   WithTimeouts() { endless = false; }
   ~WithTimeouts() { endless = true; }

@@ -1,5 +1,5 @@
-// FrameReader on valid, random, mutated and gigantic input: whole frames or Error{protocol}, in bounded
-// memory. Arguments: seed, rounds.
+// FrameReader and Cause::decode() on valid, random, mutated and gigantic input: whole frames and causes or
+// Error{protocol}, in bounded memory. Arguments: seed, rounds.
 #include "control/frame.hpp"
 
 #include <fcntl.h>
@@ -11,10 +11,11 @@
 #include <vector>
 
 #include "check.hpp"
+#include "control/cause.hpp"
 #include "sockets.hpp"
 
 namespace {
-// Bytes on the heap now, and the most since the last reset. Each block remembers its size in front of itself.
+// Bytes on the heap now, and the most since the last reset. Each block is preceded by its size.
 std::atomic<std::size_t> live{0};
 std::atomic<std::size_t> peak{0};
 constexpr std::size_t prefix = alignof(std::max_align_t);
@@ -89,8 +90,7 @@ void check_same(const Frame& got, const Sent& sent) {
   check(got.payload == sent.payload, "another payload came out");
 }
 
-// Feeds `stream` in random pieces. Returns the frames until the end or until the first error, which it
-// counts.
+// Feeds `stream` in random pieces. Returns the frames before the end or the first error; sets `refused` on an error.
 std::vector<Frame> feed(FrameReader& reader, std::string_view stream, Random& random, bool& refused) {
   std::vector<Frame> frames;
   refused = false;
@@ -152,7 +152,7 @@ void noise(Random& random) {
   check(refused == (stream.size() >= frame_header_bytes), "noise is refused as soon as a header is whole");
 }
 
-// One change somewhere; what came before it must be untouched.
+// One change somewhere: the frames before it must come out unchanged.
 void mutated(Random& random) {
   std::string stream;
   std::vector<Sent> sent;
@@ -173,7 +173,7 @@ void mutated(Random& random) {
     case 3:
       stream.resize(at);
       break;
-    default:  // a length field, whatever it then says
+    default:  // perhaps a length field
       for (std::size_t i = 0; i < 4 && at + i < stream.size(); ++i) stream[at + i] = static_cast<char>(random.next());
   }
   FrameReader reader;
@@ -182,6 +182,32 @@ void mutated(Random& random) {
   for (std::size_t i = 0; i < sent.size() && sent[i].end <= at; ++i) {
     check(i < frames.size(), "a frame before the damage is missing");
     check_same(frames[i], sent[i]);
+  }
+}
+
+Cause random_cause(Random& random) {
+  Cause cause;
+  cause.kind = static_cast<CauseKind>(random.below(7));
+  cause.rank = static_cast<std::int32_t>(random.next());
+  cause.call = random.next();
+  for (std::string* text : {&cause.call_name, &cause.doing, &cause.type, &cause.message, &cause.traceback}) {
+    *text = bytes_of(random, random.below(random.once_in(20) ? std::size_t{1} << 18 : 200));
+  }
+  cause.reports.resize(random.below(random.once_in(20) ? 4000 : 5));
+  return cause;
+}
+
+// A cause comes out as it went in; a damaged one is refused, or decoded as a different cause.
+void causes(Random& random) {
+  std::string bytes = random_cause(random).encode();
+  check(bytes.size() <= abort_limit, "a cause that no frame can carry");
+  check(Cause::decode(bytes).encode() == bytes, "another cause came out");
+  bytes[random.below(bytes.size())] ^= static_cast<char>(1 + random.below(255));
+  if (random.once_in(2)) bytes.resize(random.below(bytes.size()));
+  try {
+    check(Cause::decode(bytes).encode().size() == bytes.size(), "a cause of another size came out");
+  } catch (const Error& error) {
+    check(error.fault() == Fault::protocol, "a damaged cause gave another error than Error{protocol}");
   }
 }
 
@@ -235,7 +261,7 @@ void headers() {
       "descriptors that no frame carries");
 }
 
-// Hundreds of megabytes pass through a reader that never holds more than a frame and a read.
+// Hundreds of megabytes pass through a reader, which never holds more than a frame and one read.
 void memory(Random& random) {
   peak = live.load();
   const std::size_t before = live;
@@ -286,6 +312,7 @@ int main(int count, char** values) {
     noise(random);
     mutated(random);
     mutated(random);
+    causes(random);
   }
   check_equal(open_descriptors(), descriptors, "descriptors open at the end");
   std::printf("frame_test: seed %llu, %llu rounds of valid, random and mutated streams\n",

@@ -1,9 +1,10 @@
-// The shared-memory link against peers that die, leave, lie or misunderstand.
+// The shared-memory link with peers that die, leave, or send what they should not.
 #include <atomic>
 #include <limits>
 #include <thread>
 #include <vector>
 
+#include "causes.hpp"
 #include "channel/channel.hpp"
 #include "check.hpp"
 #include "endless.hpp"
@@ -14,6 +15,8 @@ namespace pypipe::test {
 namespace {
 
 constexpr std::uint32_t channel = 3;
+constexpr auto forward = static_cast<std::uint32_t>(ActionKind::F);
+constexpr auto backward = static_cast<std::uint32_t>(ActionKind::B);
 
 // Two hubs and a link of `slots` slots from the left one to the right one.
 struct Ends {
@@ -21,20 +24,20 @@ struct Ends {
     join(left, right);
     left.start();
     right.start();
-    sender = std::make_unique<ShmSendLink>(left, 1, 0, slots, patience());
-    receiver = std::make_unique<ShmReceiveLink>(right, 0, 0, slots, patience());
-    sender->reserve(channel, slots, 4096, patience());
+    sender = std::make_unique<ShmSendLink>(left, 1, 0, slots, policy());
+    receiver = std::make_unique<ShmReceiveLink>(right, 0, 0, slots, policy());
+    sender->reserve(channel, slots, 4096, policy());
   }
-  void send(std::uint32_t microbatch, std::uint64_t bytes = 8, const Patience& waiting = patience()) const {
+  void send(std::uint32_t microbatch, std::uint64_t bytes = 8, const WaitPolicy& waiting = policy()) const {
     const std::vector<std::byte> data(bytes, static_cast<std::byte>(microbatch));
-    Envelope envelope{channel, 1, 'F', microbatch, 1, 0, bytes, 0, 0};
+    Envelope envelope{channel, 1, forward, microbatch, 1, 0, bytes, 0, 0};
     const Part part{data.data(), data.size(), 0};
-    Habit habit;
-    sender->send(envelope, std::span(&part, 1), Stream{}, waiting, habit);
+    WaitHistory history;
+    sender->send(envelope, std::span(&part, 1), Stream{}, waiting, history);
   }
-  [[nodiscard]] Arrival receive(const Patience& waiting = patience()) const {
-    Habit habit;
-    return receiver->receive(Stream{}, waiting, habit);
+  [[nodiscard]] Arrival receive(const WaitPolicy& waiting = policy()) const {
+    WaitHistory history;
+    return receiver->receive(Stream{}, waiting, history);
   }
   Hub left{0};
   Hub right{1};
@@ -42,7 +45,7 @@ struct Ends {
   std::unique_ptr<ShmReceiveLink> receiver;
 };
 
-const Patience moment = patience(std::chrono::milliseconds(50));
+const WaitPolicy moment = policy(std::chrono::milliseconds(50));
 
 void waits() {
   const WithTimeouts with_timeouts;
@@ -62,14 +65,14 @@ void waits() {
   expect(Fault::usage, [&] { ends.send(3, 4097); }, "a message larger than its slot");
 }
 
-// A received message stays readable whatever becomes of its link, its hub and its slots.
+// A received message stays readable after its link, its hub and its slots are gone.
 void outlived() {
   Arrival kept;
   {
     const Ends ends(2);
     ends.send(5, 4096);
     kept = ends.receive();
-    ends.sender->reserve(channel, 2, 100'000, patience());
+    ends.sender->reserve(channel, 2, 100'000, policy());
     ends.send(6, 100'000);
     const Arrival larger = ends.receive();
     check(larger.slot.generation == 2 && larger.slot.bytes >= 100'000, "slots did not grow");
@@ -78,7 +81,7 @@ void outlived() {
   for (std::size_t i = 0; i < 4096; ++i) check(kept.slot.data[i] == std::byte{5}, "a kept message changed");
 }
 
-// What was sent before a leave is still delivered; then both directions say that the peer is gone.
+// Messages sent before a leave are delivered; then both ends report that the peer is gone.
 void last_messages() {
   Ends ends(3);
   ends.send(0);
@@ -89,7 +92,7 @@ void last_messages() {
   expect(Fault::peer_gone, [&] { (void)ends.receive(); }, "nothing more will come");
   check(!ends.right.cause(), "a leave is no failure");
 
-  // The other way: credits that were returned before a leave still count.
+  // In the other direction, credits that were returned before a leave still count.
   Ends others(1);
   others.send(0);
   others.receiver->release(others.receive().slot, Stream{});
@@ -98,12 +101,12 @@ void last_messages() {
   expect(Fault::peer_gone, [&] { others.send(2); }, "no slot will come free");
 }
 
-// Whoever waits wakes when the pipeline fails, at either end.
+// A waiting thread wakes when the pipeline fails, at either end.
 void aborts(std::uint64_t rounds) {
   for (std::uint64_t round = 0; round < rounds; ++round) {
     Ends ends(1);
     ends.send(0);
-    // The message was sent, but where its slots were announced by a frame that is still unread, it is lost.
+    // The message was sent, but it is lost if the frame that announced its slots has not been read yet.
     std::thread receiver([&] {
       expect(
           Fault::aborted,
@@ -114,14 +117,13 @@ void aborts(std::uint64_t rounds) {
     });
     std::thread sender([&] { expect(Fault::aborted, [&] { ends.send(1); }, "a sender"); });
     if (round % 2 == 0) std::this_thread::yield();
-    (round % 3 == 0 ? ends.left : ends.right).abort(R"({"kind":"test"})");
+    (round % 3 == 0 ? ends.left : ends.right).abort(failure("test"));
     receiver.join();
     sender.join();
   }
 }
 
-// A receiver that returns what it does not have: an error for the sender, and nothing is written out of
-// place.
+// A receiver that returns slots it does not have: the sender raises an error, and no slot in use is overwritten.
 void false_credits() {
   const auto after = [](Slot forged, const char* what) {
     const Ends ends(2);
@@ -147,7 +149,7 @@ void released_twice() {
   const Ends ends(3);
   for (std::uint32_t microbatch = 0; microbatch < 3; ++microbatch) ends.send(microbatch);
   const Slot first = ends.receive().slot;
-  (void)ends.receive();  // alive, as the third is: a slot too many would be written over one of them
+  (void)ends.receive();  // alive, as the third is: a slot too many would overwrite one of them
   ends.receiver->release(first, Stream{});
   ends.receiver->release(first, Stream{});
   expect(Fault::protocol, [&] { ends.send(3, 8, moment); }, "a slot was released twice");
@@ -159,8 +161,8 @@ void other_capacity() {
   join(left, right);
   left.start();
   right.start();
-  const ShmSendLink sender(left, 1, 0, 4, patience());
-  expect(Fault::protocol, [&] { const ShmReceiveLink receiver(right, 0, 0, 5, patience()); }, "another capacity");
+  const ShmSendLink sender(left, 1, 0, 4, policy());
+  expect(Fault::protocol, [&] { const ShmReceiveLink receiver(right, 0, 0, 5, policy()); }, "another capacity");
 }
 
 // Tags and layouts, as the channel checks them.
@@ -170,36 +172,52 @@ void tags() {
   join(left, right);
   left.start();
   right.start();
-  ShmSendLink send_link(left, 1, 0, 4, patience());
-  ShmReceiveLink receive_link(right, 0, 0, 4, patience());
-  SendChannel sender(left, send_link, 1, channel, 4);
-  ReceiveChannel receiver(right, receive_link, 0, channel, 4);
-  const std::uint32_t layout = sender.announce("eight bytes", 8, 0, patience());
+  ShmSendLink send_link(left, 1, 0, 8, policy());
+  ShmReceiveLink receive_link(right, 0, 0, 8, policy());
+  ChannelSender sender(left, send_link, 1, channel, 8);
+  ChannelReceiver receiver(right, receive_link, 0, channel, 8);
+  const std::uint32_t layout = sender.announce("eight bytes", 8, 0, policy());
   const std::uint64_t data = 42;
   const auto send = [&](std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch, std::uint32_t id,
                         std::size_t bytes) {
     const Part part{&data, bytes, 0};
-    sender.send(Envelope{0, stage, kind, microbatch, id, 0, 0, 0, 0}, std::span(&part, 1), Stream{}, patience());
+    sender.send(Envelope{0, stage, kind, microbatch, id, 0, 0, 0, 0}, std::span(&part, 1), Stream{}, policy());
   };
-  send(2, 'F', 7, layout, 8);
-  const Error other = error_of([&] { (void)receiver.receive(2, 'F', 8, Stream{}, patience()); }, "another microbatch");
+  send(2, forward, 7, layout, 8);
+  const Error other =
+      error_of([&] { (void)receiver.receive(MessageTag{2, ActionKind::F, 8, false}, Stream{}, policy()); },
+               "another microbatch");
   check(other.fault() == Fault::mismatch, "another microbatch is a mismatch");
   const std::string text = other.what();
   check(text.find("2SEND_F7") != std::string::npos && text.find("2SEND_F8") != std::string::npos,
         "a mismatch names both sides: " + text);
-  send(2, 'B', 7, layout, 8);
-  expect(Fault::mismatch, [&] { (void)receiver.receive(2, 'F', 7, Stream{}, patience()); }, "another kind");
-  send(2, 'F', 7, layout, 4);
-  expect(Fault::mismatch, [&] { (void)receiver.receive(2, 'F', 7, Stream{}, patience()); }, "too few bytes");
-  send(2, 'F', 7, layout + 1, 8);
-  (void)sender.announce("a later layout", 8, 0, patience());
-  (void)sender.announce("the latest layout", 8, 0, patience());
-  Habit habit;
-  const Arrival arrival = receive_link.receive(Stream{}, patience(), habit);
-  check(receiver.layout(arrival.envelope.layout, patience()).description == "a later layout", "another layout");
+  send(2, backward, 7, layout, 8);
+  expect(
+      Fault::mismatch, [&] { (void)receiver.receive(MessageTag{2, ActionKind::F, 7, false}, Stream{}, policy()); },
+      "another kind");
+  sender.send(Envelope{0, 2, forward, 7, layout, 1, 0, 0, 0}, {}, Stream{}, policy());
+  const Error mode =
+      error_of([&] { (void)receiver.receive(MessageTag{2, ActionKind::F, 7, false}, Stream{}, policy()); },
+               "a message of an eval()");
+  check(std::string(mode.what()).find("the other eval()") != std::string::npos, mode.what());
+  send(2, 77, 7, layout, 8);
+  const Error strange =
+      error_of([&] { (void)receiver.receive(MessageTag{2, ActionKind::F, 7, false}, Stream{}, policy()); },
+               "a kind that does not exist");
+  check(std::string(strange.what()).find("2SEND_(kind 77)7") != std::string::npos, strange.what());
+  send(2, forward, 7, layout, 4);
+  expect(
+      Fault::mismatch, [&] { (void)receiver.receive(MessageTag{2, ActionKind::F, 7, false}, Stream{}, policy()); },
+      "too few bytes");
+  send(2, forward, 7, layout + 1, 8);
+  (void)sender.announce("a later layout", 8, 0, policy());
+  (void)sender.announce("the latest layout", 8, 0, policy());
+  WaitHistory history;
+  const Arrival arrival = receive_link.receive(Stream{}, policy(), history);
+  check(receiver.layout(arrival.envelope.layout, policy()).description == "a later layout", "another layout");
 }
 
-// A layout that was never announced, or forgotten, is an error at once and not a wait.
+// A layout that was never announced, or was forgotten, is an error at once, without a wait.
 void unknown_layouts() {
   Hub left(0);
   Hub right(1);
@@ -208,35 +226,35 @@ void unknown_layouts() {
   right.start();
   LayoutAnnouncer announcer(left, 1, channel);
   LayoutBook book(right, 0, channel);
-  const std::uint32_t first = announcer.announce("first", 8, 0, patience());
-  const std::uint32_t second = announcer.announce("second", 8, first, patience());
-  check(book.find(second, patience()).description == "second", "another layout");
+  const std::uint32_t first = announcer.announce("first", 8, 0, policy());
+  const std::uint32_t second = announcer.announce("second", 8, first, policy());
+  check(book.find(second, policy()).description == "second", "another layout");
   check_equal(book.received(), 2U, "layouts received");
-  expect(Fault::protocol, [&] { (void)book.find(first, patience()); }, "a layout that was forgotten");
-  (void)announcer.announce("third", 8, 0, patience());
-  expect(Fault::protocol, [&] { (void)book.find(0, patience()); }, "layout 0");
+  expect(Fault::protocol, [&] { (void)book.find(first, policy()); }, "a layout that was forgotten");
+  (void)announcer.announce("third", 8, 0, policy());
+  expect(Fault::protocol, [&] { (void)book.find(0, policy()); }, "layout 0");
   expect(
-      Fault::usage, [&] { (void)announcer.announce(std::string(std::size_t{1} << 20, 'x'), 8, 0, patience()); },
+      Fault::usage, [&] { (void)announcer.announce(std::string(std::size_t{1} << 20, 'x'), 8, 0, policy()); },
       "a description over the limit");
-  const std::uint32_t fourth = announcer.announce("fourth", 8, 0, patience());
-  check(book.find(fourth, patience()).description == "fourth", "a refused announcement spoils the next");
+  const std::uint32_t fourth = announcer.announce("fourth", 8, 0, policy());
+  check(book.find(fourth, policy()).description == "fourth", "a refused announcement spoils the next");
 }
 
-// A wait that is foreseen: it sleeps, polls when the end should come, and sleeps again.
+// A wait of a known length: sleeps, polls when the end is expected, and sleeps again.
 void foreseen_waits() {
   Doorbell bell;
-  Patience waiting = patience(std::chrono::milliseconds(20));
+  WaitPolicy waiting = policy(std::chrono::milliseconds(20));
   waiting.longest_spin = std::chrono::microseconds(200);
-  Habit habit;
+  WaitHistory history;
   const auto foresee = [&](std::chrono::milliseconds length) {
-    for (int wait = 0; wait < 2; ++wait) habit.note(length, waiting.longest_spin);
+    for (int wait = 0; wait < 2; ++wait) history.note(length, waiting.longest_spin);
   };
   {
     const WithTimeouts timeouts;
     foresee(std::chrono::milliseconds(1));
-    check(!await(bell, waiting, habit, [] { return false; }, [] {}), "a wait ended without what it was for");
+    check(!await(bell, waiting, history, [] { return false; }, [] {}), "a wait ended without what it was for");
     foresee(std::chrono::hours(1));
-    check(!await(bell, waiting, habit, [] { return false; }, [] {}), "a timeout was slept through");
+    check(!await(bell, waiting, history, [] { return false; }, [] {}), "a timeout was slept through");
   }
   check_equal(bell.sleepers.load(), 0U, "sleepers that are left");
   foresee(std::chrono::hours(1));
@@ -246,7 +264,7 @@ void foreseen_waits() {
     there.store(true, std::memory_order_release);
     notify(bell);
   });
-  check(await(bell, waiting, habit, [&] { return there.load(std::memory_order_acquire); }, [] {}), "it never came");
+  check(await(bell, waiting, history, [&] { return there.load(std::memory_order_acquire); }, [] {}), "it never came");
   other.join();
 }
 

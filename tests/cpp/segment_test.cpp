@@ -1,4 +1,4 @@
-// Segments: sealed, shared, checked, and nowhere in the file system. Argument: rounds.
+// Segments: sealed, shared, checked, and without a name in the file system. Argument: rounds.
 #include "link/shm/segment.hpp"
 
 #include <fcntl.h>
@@ -45,8 +45,8 @@ void sealed() {
   check((::fcntl(segment->descriptor(), F_GETFD) & FD_CLOEXEC) != 0, "it would leak into programs started later");
 }
 
-// What the system refuses is an Error. The refusal is a limit that we set: asking for more memory than there
-// is would have the kernel kill whatever else runs on this machine.
+// An allocation that the system refuses is an Error. The test sets a limit for that: asking for more memory than the
+// machine has would make the kernel kill other processes.
 void too_much() {
   const pid_t child = check_errno(::fork(), "fork");
   if (child == 0) {
@@ -70,7 +70,7 @@ void shared() {
       Fault::protocol, [&] { (void)Segment::attach(copy(segment->descriptor()), 8192); },
       "a wrong size, although it is mapped here");
 
-  // The descriptor outlives the segment, as one does that is still in a socket.
+  // The descriptor outlives the segment, like one that is still in a socket.
   auto gone = Segment::create(4096);
   gone->data()[17] = std::byte{42};
   Fd descriptor = copy(gone->descriptor());
@@ -102,11 +102,11 @@ void refused() {
   expect(Fault::protocol, [&] { attach(socket_pair().first); }, "a socket");
   expect(Fault::protocol, [&] { attach(Fd(::open("/dev/zero", O_RDWR | O_CLOEXEC))); }, "a device");
   (void)error_of([&] { attach(Fd()); }, "no descriptor");
-  // Sealed against writing as well: it cannot be mapped for writing, and that must be said, not crash.
+  // Also sealed against writing, so it cannot be mapped for writing: an error, not a crash.
   (void)error_of([&] { attach(memory_file(bytes, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE)); }, "read-only memory");
 }
 
-// A child that attaches through a socket's descriptor sees and is seen.
+// A child that attaches through a socket's descriptor shares the memory, both ways.
 void processes() {
   std::array<int, 2> there{};
   std::array<int, 2> back{};
@@ -131,7 +131,7 @@ void processes() {
   for (const int end : {there[0], there[1], back[0], back[1]}) ::close(end);
 }
 
-// Where /dev/shm is tiny (64 MB in a container by default; one page here), segments are as large as ever.
+// The size of /dev/shm (64 MB by default in a container; one page here) does not limit segments.
 void without_dev_shm() {
   const auto segment = Segment::create(4096);
   std::array<char, 64> target{};
@@ -170,7 +170,7 @@ void churn(std::uint64_t seed, std::uint64_t rounds) {
         const auto attached = Segment::attach(std::move(descriptor), bytes);
         std::uint64_t seen = 0;
         std::memcpy(&seen, attached->data(), sizeof(seen));
-        check_equal(seen, round, "somebody else's segment was attached");
+        check_equal(seen, round, "another segment was attached");
         check(!segment || attached == segment, "one process, two mappings");
       }
     });

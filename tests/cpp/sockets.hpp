@@ -1,4 +1,4 @@
-// Pairs of connected sockets, and hubs that are joined by them.
+// Pairs of connected sockets, and hubs joined by them.
 #pragma once
 
 #include <dirent.h>
@@ -27,7 +27,7 @@ inline void join(Hub& left, Hub& right) {
   right.add_peer(left.rank(), std::move(there));
 }
 
-// How many descriptors this process has open, one of which is the look itself.
+// How many descriptors this process has open, including the one of this look.
 inline std::size_t open_descriptors() {
   DIR* all = ::opendir("/proc/self/fd");
   if (all == nullptr) throw_errno("opendir");

@@ -18,7 +18,7 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parents[2]
 PAGES = (_ROOT / "README.md", _ROOT / "docs" / "errors.md")
 _TRAINING = """\
-import json, os, signal, sys, threading, torch, pypipe
+import os, signal, sys, threading, torch, pypipe
 
 class Block(torch.nn.Linear):
     def forward(self, x):
@@ -38,9 +38,9 @@ def die():
 def wait_until_rank_0_waits():  # so that what it says is the same each time
     hub, place = schedule._pipeline._running.connection.hub, None
     while place != (pypipe.program.Kind.B.order, 1):
-        answers = [json.loads(text) for text, _ in hub.ask(2, pypipe._core.Patience(1.0))]
-        now = next((each["now"] for each in answers if each["rank"] == 0), None)
-        place = now and (now["kind"], now["microbatch"])
+        reports = hub.ask(2, pypipe._core.WaitPolicy(1.0))
+        now = next((report.status.now for report in reports if report.status.rank == 0), None)
+        place = now and (now.kind, now.microbatch)
 
 fail = {"raise": misfit, "stick": threading.Event().wait, "kill": die}
 calls = []

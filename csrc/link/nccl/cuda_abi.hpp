@@ -6,7 +6,7 @@
 
 namespace pypipe::cuda {
 
-// CUresult; the others are only reported.
+// CUresult; other values are only reported.
 enum class Result : int { success = 0, not_ready = 600 };
 
 struct CUctx_st;

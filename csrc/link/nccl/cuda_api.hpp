@@ -12,10 +12,10 @@ namespace pypipe::cuda {
 
 using Status = pypipe::Status<Result>;
 
-// Use: `cuda.check(cuda.event_record(event, stream))`. A destructor that can't throw asks `succeeded`.
+// Use: `cuda.check(cuda.event_record(event, stream))`. A destructor, which cannot throw, calls succeeded().
 class Api {
  public:
-  // No value where this machine has no driver. Throws Error{system} where a driver lacks a function.
+  // No value if this machine has no driver. Throws Error{system} if the driver lacks a function.
   [[nodiscard]] static Found<std::shared_ptr<const Api>> load(const std::string& override_path);
 
 #define PYPIPE_DECLARE(member, symbol, parameters) const Symbol<Result parameters> member;
@@ -27,7 +27,7 @@ class Api {
     if (status.result != Result::success) fail(status);
   }
 
-  // For stream_query and event_query: whether all is done. Throws as check() does.
+  // For stream_query and event_query: whether all work is done. Throws as check() does.
   [[nodiscard]] bool ready(const Status& status) const {
     if (status.result == Result::not_ready) return false;
     check(status);
@@ -42,8 +42,7 @@ class Api {
   // The newest CUDA release that the driver can run: 12040 is 12.4.
   [[nodiscard]] int version() const;
 
-  // The names of the GPUs that this process may use. Initializes the driver. Throws Error{system} without
-  // any.
+  // The names of the GPUs that this process may use. Initializes the driver. Throws Error{system} if there are none.
   [[nodiscard]] std::vector<std::string> device_names() const;
 
  private:

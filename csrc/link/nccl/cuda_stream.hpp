@@ -1,4 +1,4 @@
-// Owners of a stream and of events.
+// Owners of streams and events.
 #pragma once
 
 #include <memory>
@@ -11,8 +11,8 @@ namespace pypipe::cuda {
 
 using ApiPointer = std::shared_ptr<const Api>;
 
-// A non-blocking stream of the highest priority in the current context. Destroyed without a wait: the driver keeps
-// what is queued until it has run.
+// A non-blocking stream of the highest priority in the current context. The destructor does not wait: the driver keeps
+// queued work until it has run.
 class Stream {
  public:
   explicit Stream(ApiPointer api) : api_(std::move(api)) {
@@ -23,7 +23,7 @@ class Stream {
   }
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
-  ~Stream() { (void)succeeded(api_->stream_destroy(handle_)); }  // a destructor has nobody to tell
+  ~Stream() { (void)succeeded(api_->stream_destroy(handle_)); }  // a destructor cannot report an error
 
   [[nodiscard]] StreamHandle handle() const noexcept { return handle_; }
 
@@ -51,7 +51,7 @@ class Event {
   }
 
   void record(StreamHandle stream) const { api_->check(api_->event_record(handle_, stream)); }
-  // Work that `stream` gets from now on runs after what was recorded last.
+  // Work that is enqueued on `stream` from now on runs after what was recorded last.
   void hold_up(StreamHandle stream) const { api_->check(api_->stream_wait_event(stream, handle_, 0)); }
   [[nodiscard]] bool done() const { return api_->ready(api_->event_query(handle_)); }
 
@@ -60,7 +60,7 @@ class Event {
   EventHandle handle_ = nullptr;
 };
 
-// Events for reuse: a steady state creates none.
+// Events for reuse: a steady state creates no new ones.
 class EventPool {
  public:
   explicit EventPool(ApiPointer api) : api_(std::move(api)) {}

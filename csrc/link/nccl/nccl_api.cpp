@@ -32,14 +32,14 @@ const char* name(Result result) noexcept {
   return "an error newer than pypipe";
 }
 
-// Takes a communicator down by force, unless it has been given up.
+// Aborts a communicator at the end of the scope, unless it has been released.
 class AbortGuard {
  public:
   AbortGuard(const Api& api, CommunicatorHandle communicator) noexcept : api_(api), communicator_(communicator) {}
   AbortGuard(const AbortGuard&) = delete;
   AbortGuard& operator=(const AbortGuard&) = delete;
   ~AbortGuard() {
-    // The error that led here is the one to report.
+    // The error that led here is the one to report, not this one.
     if (communicator_ != nullptr) static_cast<void>(api_.comm_abort(communicator_));
   }
   void give_up() noexcept { communicator_ = nullptr; }
@@ -85,7 +85,7 @@ std::string Api::describe(Result result) const {
 
 void Api::fail(const Status& status) const {
   std::string message = std::string(status.function) + " failed: " + describe(status.result);
-  // The last warning of any communicator in this process: NCCL ignores which one is asked for.
+  // The last warning of any communicator in this process: NCCL ignores the argument.
   const char* words = get_last_error(nullptr).result;
   if (words != nullptr && *words != '\0') message += std::string("; NCCL's last words: ") + words;
   throw Error(Fault::system, message);
@@ -119,9 +119,9 @@ Config make_config(int version, const CommunicatorOptions& options) noexcept {
   return config;
 }
 
-void settle(const Api& api, CommunicatorHandle communicator, const char* what, const Patience& patience) {
+void settle(const Api& api, CommunicatorHandle communicator, const char* what, const WaitPolicy& policy) {
   using std::chrono::microseconds;
-  const auto deadline = std::chrono::steady_clock::now() + patience.timeout;
+  const auto deadline = std::chrono::steady_clock::now() + policy.timeout;
   microseconds pause{10};
   for (;;) {
     Result result = Result::success;
@@ -130,7 +130,7 @@ void settle(const Api& api, CommunicatorHandle communicator, const char* what, c
     if (std::chrono::steady_clock::now() >= deadline) {
       throw Error(Fault::timeout, std::string(what) + " is still in progress on a communicator");
     }
-    if (patience.interruption) patience.interruption();
+    if (policy.interruption) policy.interruption();
     std::this_thread::sleep_for(pause);
     pause = std::min(2 * pause, microseconds(2000));
   }
@@ -142,15 +142,15 @@ UniqueId make_unique_id(const Api& api) {
   return id;
 }
 
-void try_communicator(const Api& api, const Patience& patience) {
+void try_communicator(const Api& api, const WaitPolicy& policy) {
   Config config = make_config(api.version(), CommunicatorOptions{1, 1, "pypipe try", false});
   CommunicatorHandle communicator = nullptr;
   const Status status = api.comm_init_rank_config(&communicator, 1, make_unique_id(api), 0, &config);
   AbortGuard guard(api, communicator);
   api.check(status);
-  settle(api, communicator, "ncclCommInitRankConfig", patience);
+  settle(api, communicator, "ncclCommInitRankConfig", policy);
   api.check(api.comm_finalize(communicator));
-  settle(api, communicator, "ncclCommFinalize", patience);
+  settle(api, communicator, "ncclCommFinalize", policy);
   guard.give_up();
   api.check(api.comm_destroy(communicator));
 }

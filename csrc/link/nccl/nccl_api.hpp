@@ -13,11 +13,11 @@ namespace pypipe::nccl {
 
 using Status = pypipe::Status<Result>;
 
-// Use: `nccl.check(nccl.send(...))`. A destructor that can't throw asks `succeeded`.
+// Use: `nccl.check(nccl.send(...))`. A destructor, which cannot throw, calls succeeded().
 class Api {
  public:
-  // `candidates` are files to try where this process has no libnccl.so.2 yet. No value where this machine has
-  // none. Throws Error{system} where one lacks a function, or is older than 2.18.
+  // `candidates`: files to try if this process has not loaded libnccl.so.2 yet. No value if this machine has no NCCL.
+  // Throws Error{system} if it lacks a function or is older than 2.18.
   [[nodiscard]] static Found<std::shared_ptr<const Api>> load(const std::string& override_path,
                                                               const std::vector<std::string>& candidates);
 
@@ -26,13 +26,13 @@ class Api {
   PYPIPE_NCCL_OPTIONAL_SYMBOLS(PYPIPE_DECLARE)  // false where the release lacks it
 #undef PYPIPE_DECLARE
 
-  // Throws Error{system} with the function, the error, its number and NCCL's last words, unless the call
-  // succeeded or, on a non-blocking communicator, goes on: then comm_get_async_error tells the rest.
+  // Throws Error{system} with the function, the error, its number and NCCL's last warning, unless the call succeeded or,
+  // on a non-blocking communicator, is in progress: comm_get_async_error then tells how it ends.
   void check(const Status& status) const {
     if (status.result != Result::success && status.result != Result::in_progress) fail(status);
   }
 
-  // The same for a result that comm_get_async_error gave, which `what` (a function's name) led to.
+  // The same for a result of comm_get_async_error, after a call of `what` (a function's name).
   void check(Result result, const char* what) const { check(Status{result, what}); }
 
   // "ncclRemoteError (6): remote process exited or there was a network error".
@@ -63,25 +63,25 @@ class Api {
 // "2.30.7" for 23007.
 [[nodiscard]] std::string version_text(int version);
 
-// What a link chooses for its communicator.
+// A link's choices for its communicator.
 struct CommunicatorOptions {
   int min_ctas = unset;
   int max_ctas = unset;
   const char* name = nullptr;          // must live as long as the communicator
-  bool launch_order_implicit = false;  // 2.31 and later; older ones have an environment variable for it
+  bool launch_order_implicit = false;  // 2.31 and later; older releases have an environment variable for it
 };
 
-// A non-blocking communicator that shares nothing with others, for a library of this version.
+// The configuration, for a library of this version, of a non-blocking communicator that shares nothing with others.
 [[nodiscard]] Config make_config(int version, const CommunicatorOptions& options) noexcept;
 
-// Polls a non-blocking communicator until it is no longer in progress after `what` (a function's name).
-// Throws Error{system} with what that ended in, Error{timeout}, and what `patience.interruption` throws.
-void settle(const Api& api, CommunicatorHandle communicator, const char* what, const Patience& patience);
+// After a call of `what` (a function's name), polls a non-blocking communicator until the call is no longer in progress.
+// Throws Error{system} with NCCL's error, Error{timeout}, and what `policy.interruption` throws.
+void settle(const Api& api, CommunicatorHandle communicator, const char* what, const WaitPolicy& policy);
 
 [[nodiscard]] UniqueId make_unique_id(const Api& api);
 
-// Makes a communicator of one rank on the current device, and takes it down again: whether NCCL works here.
-// Throws what NCCL says if it does not.
-void try_communicator(const Api& api, const Patience& patience);
+// Checks that NCCL works: makes a communicator of one rank on the current device, and destroys it. Throws what NCCL says
+// if that fails.
+void try_communicator(const Api& api, const WaitPolicy& policy);
 
 }  // namespace pypipe::nccl

@@ -29,11 +29,11 @@ class Words {
 
 }  // namespace
 
-NcclEdge::NcclEdge(cuda::ApiPointer cuda, NcclPointer nccl, const nccl::UniqueId& id, int rank, Traffic traffic,
-                   std::string name, const NcclOptions& options, const Patience& patience)
+NcclEdge::NcclEdge(cuda::ApiPointer cuda, NcclPointer nccl, const nccl::UniqueId& id, int rank, Direction direction,
+                   std::string name, const NcclOptions& options, const WaitPolicy& policy)
     : cuda_(std::move(cuda)),
       nccl_(std::move(nccl)),
-      size_(traffic == Traffic::to_itself ? 1 : 2),
+      size_(direction == Direction::to_itself ? 1 : 2),
       rank_(rank),
       name_(std::move(name)),
       stream_(cuda_),
@@ -45,15 +45,15 @@ NcclEdge::NcclEdge(cuda::ApiPointer cuda, NcclPointer nccl, const nccl::UniqueId
   chosen.name = name_.c_str();
   chosen.launch_order_implicit = nccl_->version() >= nccl::encode_version(2, 31, 0);
   nccl::Config config = nccl::make_config(nccl_->version(), chosen);
-  const Words words(cuda_);  // freed after an abort: to free is to wait for the device
+  const Words words(cuda_);  // freed after an abort, since freeing waits for the device
   try {
     nccl_->check(nccl_->comm_init_rank_config(&communicator_, size_, id, rank_, &config));
-    nccl::settle(*nccl_, communicator_, "ncclCommInitRankConfig", patience);
-    // The first use of an edge connects it and blocks the host until the other end does the same. Better now, where
-    // all ranks go through their edges in one order, than in the middle of a step.
-    const bool to_itself = traffic == Traffic::to_itself;
-    connect(rank_ == 0, rank_ == 1 || to_itself, words.data(), patience);
-    if (traffic == Traffic::both_ways) connect(rank_ == 1, rank_ == 0, words.data(), patience);
+    nccl::settle(*nccl_, communicator_, "ncclCommInitRankConfig", policy);
+    // The first use of an edge connects it and blocks the host until the other end does the same. That is done here,
+    // where all ranks go through their edges in one order, rather than in the middle of a step.
+    const bool to_itself = direction == Direction::to_itself;
+    connect(rank_ == 0, rank_ == 1 || to_itself, words.data(), policy);
+    if (direction == Direction::both_ways) connect(rank_ == 1, rank_ == 0, words.data(), policy);
   } catch (...) {
     abort();
     throw;
@@ -62,7 +62,7 @@ NcclEdge::NcclEdge(cuda::ApiPointer cuda, NcclPointer nccl, const nccl::UniqueId
 
 NcclEdge::~NcclEdge() { abort(); }
 
-void NcclEdge::connect(bool sends, bool receives, std::uint64_t* words, const Patience& patience) {
+void NcclEdge::connect(bool sends, bool receives, std::uint64_t* words, const WaitPolicy& policy) {
   constexpr std::size_t size = sizeof(std::uint64_t);
   const std::uint64_t started = run(
       [&](nccl::CommunicatorHandle communicator, cuda::StreamHandle stream) {
@@ -71,39 +71,39 @@ void NcclEdge::connect(bool sends, bool receives, std::uint64_t* words, const Pa
         if (receives) nccl_->check(nccl_->receive(words + 1, size, nccl::uint8, peer(), communicator, stream));
         nccl_->check(nccl_->group_end());
       },
-      patience);
-  const auto deadline = std::chrono::steady_clock::now() + patience.timeout;
+      policy);
+  const auto deadline = std::chrono::steady_clock::now() + policy.timeout;
   while (ended() < started) {
-    nccl::settle(*nccl_, communicator_, name_.c_str(), patience);  // throws what has gone wrong
+    nccl::settle(*nccl_, communicator_, name_.c_str(), policy);  // throws if an operation failed
     if (std::chrono::steady_clock::now() >= deadline) {
       throw Error(Fault::timeout, name_ + ": connecting did not end in time");
     }
-    if (patience.interruption) patience.interruption();
+    if (policy.interruption) policy.interruption();
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
 }
 
 std::uint64_t NcclEdge::run(const std::function<void(nccl::CommunicatorHandle, cuda::StreamHandle)>& enqueue,
-                            const Patience& patience) {
+                            const WaitPolicy& policy) {
   const std::scoped_lock lock(mutex_);
   if (aborted_) throw Error(Fault::aborted, name_ + ": the communicator was aborted");
   enqueue(communicator_, stream_.handle());
-  settle(patience);
+  settle(policy);
   cuda::Event ended = events_.take();
   ended.record(stream_.handle());
   operations_.push_back({std::move(ended), std::chrono::steady_clock::now()});
   return ++started_;
 }
 
-void NcclEdge::settle(const Patience& patience) {
+void NcclEdge::settle(const WaitPolicy& policy) {
   constexpr const char* what = "ncclSend or ncclRecv";
   nccl::Result result = nccl::Result::success;
   nccl_->check(nccl_->comm_get_async_error(communicator_, &result));
   if (result != nccl::Result::in_progress) return nccl_->check(result, what);
-  Patience listening = patience;
-  listening.interruption = [this, &patience] {
+  WaitPolicy listening = policy;
+  listening.interruption = [this, &policy] {
     if (aborting_) throw Error(Fault::aborted, name_ + ": the communicator is being aborted");
-    if (patience.interruption) patience.interruption();
+    if (policy.interruption) policy.interruption();
   };
   nccl::settle(*nccl_, communicator_, what, listening);
 }
@@ -122,7 +122,7 @@ std::uint64_t NcclEdge::ended() {
   return started_ - operations_.size();
 }
 
-std::optional<NcclEdge::Trouble> NcclEdge::watch(std::chrono::steady_clock::duration limit) {
+std::optional<NcclEdge::Problem> NcclEdge::watch(std::chrono::steady_clock::duration limit) {
   const std::scoped_lock lock(mutex_);
   if (aborted_) return std::nullopt;
   try {
@@ -132,15 +132,15 @@ std::optional<NcclEdge::Trouble> NcclEdge::watch(std::chrono::steady_clock::dura
     nccl_->check(result, name_.c_str());
     reap();
   } catch (const Error& error) {
-    return Trouble{error.what()};
+    return Problem{error.what()};
   }
   if (operations_.empty() || std::chrono::steady_clock::now() - operations_.front().since < limit) {
     return std::nullopt;
   }
-  return Trouble{"a transfer of " + name_ + " did not end", true};
+  return Problem{"a transfer of " + name_ + " did not end", true};
 }
 
-void NcclEdge::pardon() {
+void NcclEdge::restart_timer() {
   const std::scoped_lock lock(mutex_);
   if (!operations_.empty()) operations_.front().since = std::chrono::steady_clock::now();
 }
@@ -166,11 +166,11 @@ void NcclEdge::begin_close() noexcept {
   }
 }
 
-void NcclEdge::end_close(const Patience& patience) noexcept {
+void NcclEdge::end_close(const WaitPolicy& policy) noexcept {
   try {
     const std::scoped_lock lock(mutex_);
     if (aborted_) return;
-    nccl::settle(*nccl_, communicator_, "ncclCommFinalize", patience);
+    nccl::settle(*nccl_, communicator_, "ncclCommFinalize", policy);
     nccl_->check(nccl_->comm_destroy(std::exchange(communicator_, nullptr)));
     aborted_ = true;
   } catch (...) {

@@ -6,14 +6,14 @@
 
 namespace pypipe {
 
-void NcclGroup::issue(const Patience& patience) {
+void NcclGroup::issue(const WaitPolicy& policy) {
   if (held_.empty()) return;
   const std::vector<Transfer> held = std::exchange(held_, {});
   NcclEdge* const edge = held.front().edge;
   std::vector<const Transfer*> together;
   for (const Transfer& transfer : held) {
     if (transfer.edge != edge) throw Error(Fault::usage, "one NCCL group has transfers with two ranks");
-    if (transfer.prepare(patience)) together.push_back(&transfer);
+    if (transfer.prepare(policy)) together.push_back(&transfer);
   }
   if (together.empty()) return;
   const nccl::Api& nccl = edge->nccl();
@@ -23,7 +23,7 @@ void NcclGroup::issue(const Patience& patience) {
         for (const Transfer* transfer : together) transfer->enqueue(communicator, stream);
         nccl.check(nccl.group_end());
       },
-      patience);
+      policy);
   for (const Transfer* transfer : together) transfer->started(operation);
 }
 

@@ -18,7 +18,7 @@ cuda::Pointer device_pointer(const void* data) { return reinterpret_cast<cuda::P
 
 cuda::StreamHandle handle(Stream stream) { return static_cast<cuda::StreamHandle>(stream.handle); }
 
-// Of a message that is held back; no operation has so high a number.
+// The operation of a message that is held back; no operation has so high a number.
 constexpr std::uint64_t not_started = std::numeric_limits<std::uint64_t>::max();
 
 }  // namespace
@@ -37,8 +37,8 @@ NcclSendLink::NcclSendLink(Hub& hub, int peer, std::uint32_t link, std::shared_p
 NcclSendLink::~NcclSendLink() = default;
 
 void NcclSendLink::reserve(std::uint32_t /*channel*/, std::uint32_t /*slots*/, std::size_t /*bytes*/,
-                           const Patience& /*patience*/) {
-  // The receiver owns the slots; it sees what they must hold in the envelopes.
+                           const WaitPolicy& /*policy*/) {
+  // The receiver owns the slots, and learns their size from the envelopes.
 }
 
 std::byte* NcclSendLink::staging(std::size_t bytes) {
@@ -77,9 +77,9 @@ void NcclSendLink::enqueue(const Outgoing& message, nccl::CommunicatorHandle com
 }
 
 std::uint64_t NcclSendLink::send(const Envelope& envelope, std::span<const Part> parts, Stream stream,
-                                 const Patience& patience, Habit& /*habit*/) {
+                                 const WaitPolicy& policy, WaitHistory& /*history*/) {
   hub_.send(peer_, FrameType::envelope, link_, 0,
-            std::string_view(reinterpret_cast<const char*>(&envelope), sizeof(envelope)), patience);
+            std::string_view(reinterpret_cast<const char*>(&envelope), sizeof(envelope)), policy);
   messages_ += 1;
   if (std::ranges::all_of(parts, [](const Part& part) { return part.bytes == 0; })) {
     operations_.push_back(0);
@@ -90,11 +90,11 @@ std::uint64_t NcclSendLink::send(const Envelope& envelope, std::span<const Part>
     enqueue(message, communicator, on);
   };
   if (!group_) {
-    operations_.push_back(edge_->run(std::cref(enqueued), patience));
+    operations_.push_back(edge_->run(std::cref(enqueued), policy));
     return messages_;
   }
   std::uint64_t& operation = operations_.emplace_back(not_started);
-  group_->add({edge_.get(), [](const Patience&) { return true; }, enqueued,
+  group_->add({edge_.get(), [](const WaitPolicy&) { return true; }, enqueued,
                [this, &operation](std::uint64_t number) {
                  operation = number;
                  packed_ = 0;
@@ -134,7 +134,7 @@ NcclReceiveLink::~NcclReceiveLink() = default;
 
 void NcclReceiveLink::await(cuda::Event event, cuda::StreamHandle stream) {
   event.hold_up(stream);
-  events_.give_back(std::move(event));  // the wait took what was recorded until now
+  events_.give_back(std::move(event));  // the stream waits for what is recorded now, whatever is recorded later
 }
 
 bool NcclReceiveLink::has_room(const Envelope& envelope) const {
@@ -146,15 +146,15 @@ bool NcclReceiveLink::has_room(const Envelope& envelope) const {
   return found->second.alive < found->second.slots;
 }
 
-Envelope NcclReceiveLink::take(const Patience& patience) {
-  return envelope_of(hub_.take(peer_, FrameType::envelope, link_, patience));
+Envelope NcclReceiveLink::take(const WaitPolicy& policy) {
+  return envelope_of(hub_.take(peer_, FrameType::envelope, link_, policy));
 }
 
-void NcclReceiveLink::post(std::uint32_t /*channel*/, Stream stream, const Patience& patience) {
+void NcclReceiveLink::post(std::uint32_t /*channel*/, Stream stream, const WaitPolicy& policy) {
   if (group_) {
     const auto message = std::make_shared<Started*>();
     group_->add({edge_.get(),
-                 [this, message, stream](const Patience& waiting) {
+                 [this, message, stream](const WaitPolicy& waiting) {
                    *message = &place(take(waiting), stream);
                    return (*message)->arrival.envelope.bytes > 0;
                  },
@@ -164,12 +164,12 @@ void NcclReceiveLink::post(std::uint32_t /*channel*/, Stream stream, const Patie
                  [this, message](std::uint64_t) { note_arrival(**message); }});
     return;
   }
-  // What has been announced and finds a free slot is received now, while the stream is busy with something else.
+  // Starts to receive what has been announced, as far as slots are free, while the stream is busy with other work.
   while (auto frame = hub_.try_take(peer_, FrameType::envelope, link_)) {
     waiting_.push_back(envelope_of(*frame));
   }
   while (!waiting_.empty() && has_room(waiting_.front())) {
-    start(waiting_.front(), stream, patience);
+    start(waiting_.front(), stream, policy);
     waiting_.pop_front();
   }
 }
@@ -179,7 +179,7 @@ void NcclReceiveLink::grow(Lane& lane, std::size_t bytes, Stream stream) {
   lane.generation += 1;
   const std::shared_ptr<void> memory = allocate_(lane.bytes * lane.slots);
   void* const registration = edge_->register_memory(memory.get(), lane.bytes * lane.slots);
-  // The registration goes before the memory does.
+  // The registration ends before the memory is freed.
   lane.memory = {memory.get(), [memory, registration, edge = edge_](void*) { edge->deregister_memory(registration); }};
   // Fresh memory may still be in use by earlier work of the compute stream.
   cuda::Event given = events_.take();
@@ -216,22 +216,22 @@ void NcclReceiveLink::note_arrival(Started& message) {
   message.arrived->record(edge_->stream().handle());
 }
 
-void NcclReceiveLink::start(const Envelope& envelope, Stream stream, const Patience& patience) {
+void NcclReceiveLink::start(const Envelope& envelope, Stream stream, const WaitPolicy& policy) {
   Started& message = place(envelope, stream);
   if (envelope.bytes == 0) return;
   const auto enqueued = [&](nccl::CommunicatorHandle communicator, cuda::StreamHandle on) {
     enqueue(message.arrival, communicator, on);
   };
-  edge_->run(std::cref(enqueued), patience);
+  edge_->run(std::cref(enqueued), policy);
   note_arrival(message);
 }
 
-Arrival NcclReceiveLink::receive(Stream stream, const Patience& patience, Habit& /*habit*/) {
+Arrival NcclReceiveLink::receive(Stream stream, const WaitPolicy& policy, WaitHistory& /*history*/) {
   if (started_.empty()) {
     if (group_)
       throw Error(Fault::usage, "a message is used before its receive was issued: the program was not verified");
-    if (waiting_.empty()) waiting_.push_back(take(patience));
-    start(waiting_.front(), stream, patience);
+    if (waiting_.empty()) waiting_.push_back(take(policy));
+    start(waiting_.front(), stream, policy);
     waiting_.pop_front();
   }
   Started next = std::move(started_.front());
@@ -243,7 +243,7 @@ Arrival NcclReceiveLink::receive(Stream stream, const Patience& patience, Habit&
 void NcclReceiveLink::release(const Slot& slot, Stream stream) {
   Lane& lane = lanes_[slot.channel];
   lane.alive -= 1;
-  if (slot.generation != lane.generation) return;  // of memory that has been outgrown
+  if (slot.generation != lane.generation) return;  // a slot of the memory before it grew
   cuda::Event read = events_.take();
   read.record(handle(stream));
   lane.free.push_back({slot.index, std::move(read)});

@@ -1,15 +1,15 @@
 // The link between two GPUs: ncclSend and ncclRecv on a stream of the link's own.
 //
 // Order, of everything that touches a message (-> is "an event of the left is waited for by the right"):
-//   sender    compute that made the tensors -> ncclSend; the tensors are kept until sent() counts the message
+//   sender    compute that made the tensors -> ncclSend; the tensors are kept until sent() includes the message
 //             last ncclSend of a step -> compute after the step, which may overwrite what was sent (an input, a buffer)
 //   receiver  compute that read the slot's last message -> ncclRecv -> compute that reads this one
-// The host only enqueues. It waits for one thing: the envelope, which the sender's host sends over the control socket
-// as it issues the send, and without which the receiver knows neither the size nor the layout.
+// The host only enqueues, and waits for one thing: the envelope, which the sender's host sends over the control socket
+// when it issues the send. Without it the receiver knows neither the size nor the layout.
 //
-// One tensor is sent from where it lies. Several are packed by the link's stream into one staging buffer and go out as
-// one ncclSend: the receiver then posts one receive of one size, whatever the tree, and one staging buffer is enough,
-// since the stream's own order protects it.
+// One tensor is sent from where it lies. Several are packed by the link's stream into one staging buffer and sent with
+// one ncclSend: the receiver then posts one receive of one size for any tree. One staging buffer is enough, since the
+// stream's order protects it.
 #pragma once
 
 #include <cstdint>
@@ -29,19 +29,19 @@
 
 namespace pypipe {
 
-// Gives device memory, which is freed with the last copy of the pointer.
+// Returns device memory, which is freed with the last copy of the pointer.
 using Allocate = std::function<std::shared_ptr<void>(std::size_t bytes)>;
 
 class NcclSendLink final : public SendLink {
  public:
-  // With a group, messages leave with its next issue().
+  // With a group, messages are sent by its next issue().
   NcclSendLink(Hub& hub, int peer, std::uint32_t link, std::shared_ptr<NcclEdge> edge, Allocate allocate,
                std::shared_ptr<NcclGroup> group);
   ~NcclSendLink() override;
 
-  void reserve(std::uint32_t channel, std::uint32_t slots, std::size_t bytes, const Patience& patience) override;
-  std::uint64_t send(const Envelope& envelope, std::span<const Part> parts, Stream stream, const Patience& patience,
-                     Habit& habit) override;
+  void reserve(std::uint32_t channel, std::uint32_t slots, std::size_t bytes, const WaitPolicy& policy) override;
+  std::uint64_t send(const Envelope& envelope, std::span<const Part> parts, Stream stream, const WaitPolicy& policy,
+                     WaitHistory& history) override;
   [[nodiscard]] std::uint64_t sent() override;
   void finish(Stream stream) override;
 
@@ -67,30 +67,30 @@ class NcclSendLink final : public SendLink {
   std::shared_ptr<NcclGroup> group_;
   cuda::Event made_;
   cuda::Event left_;
-  std::vector<Staging> stagings_;  // one, and more where one group takes several messages
-  std::size_t packed_ = 0;         // how many of them the group at hand has filled
+  std::vector<Staging> stagings_;  // one, or more if a group has several messages
+  std::size_t packed_ = 0;         // how many of them the current group has filled
   std::deque<std::pair<std::uint64_t, std::shared_ptr<void>>> outgrown_;  // with the last message that used it
   std::uint64_t messages_ = 0;
   std::uint64_t finished_ = 0;
-  // Of messages that may not have left: how many operations the edge had started with each.
+  // For each message that may still be in flight, how many operations the edge had started by then.
   std::deque<std::uint64_t> operations_;
 };
 
 class NcclReceiveLink final : public ReceiveLink {
  public:
-  // `slots`: for each channel of the link, how many.
+  // `slots`: how many, for each channel of the link.
   NcclReceiveLink(Hub& hub, int peer, std::uint32_t link, std::shared_ptr<NcclEdge> edge, Allocate allocate,
                   const std::map<std::uint32_t, std::uint32_t>& slots, std::shared_ptr<NcclGroup> group);
   ~NcclReceiveLink() override;
 
-  void post(std::uint32_t channel, Stream stream, const Patience& patience) override;
-  [[nodiscard]] Arrival receive(Stream stream, const Patience& patience, Habit& habit) override;
+  void post(std::uint32_t channel, Stream stream, const WaitPolicy& policy) override;
+  [[nodiscard]] Arrival receive(Stream stream, const WaitPolicy& policy, WaitHistory& history) override;
   void release(const Slot& slot, Stream stream) override;
 
  private:
   struct Place {
     std::uint32_t index;
-    std::optional<cuda::Event> read;  // the last reader of the slot; nothing for a slot never used
+    std::optional<cuda::Event> read;  // the slot's last reader; nothing for a slot that was never used
   };
   struct Lane {
     std::uint32_t slots = 0;
@@ -105,14 +105,14 @@ class NcclReceiveLink final : public ReceiveLink {
     std::optional<cuda::Event> arrived;
   };
   [[nodiscard]] bool has_room(const Envelope& envelope) const;
-  void start(const Envelope& envelope, Stream stream, const Patience& patience);
-  // Gives a message its slot, and lets the link's stream wait until that may be overwritten.
+  void start(const Envelope& envelope, Stream stream, const WaitPolicy& policy);
+  // Assigns a slot to a message, and makes the link's stream wait until the slot may be overwritten.
   Started& place(const Envelope& envelope, Stream stream);
   void enqueue(const Arrival& message, nccl::CommunicatorHandle communicator, cuda::StreamHandle on) const;
   void note_arrival(Started& message);
-  [[nodiscard]] Envelope take(const Patience& patience);
+  [[nodiscard]] Envelope take(const WaitPolicy& policy);
   void grow(Lane& lane, std::size_t bytes, Stream stream);
-  // Lets a stream wait for what an event holds, which is then free for another use.
+  // Makes a stream wait for an event, and returns the event to the pool.
   void await(cuda::Event event, cuda::StreamHandle stream);
 
   Hub& hub_;
@@ -123,7 +123,7 @@ class NcclReceiveLink final : public ReceiveLink {
   std::shared_ptr<NcclGroup> group_;
   std::map<std::uint32_t, Lane> lanes_;
   cuda::EventPool events_;
-  std::deque<Envelope> waiting_;  // announced, but there was no room yet
+  std::deque<Envelope> waiting_;  // announced, but no slot was free yet
   std::deque<Started> started_;
 };
 

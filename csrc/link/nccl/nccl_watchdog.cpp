@@ -10,9 +10,7 @@
 #include <utility>
 
 #include "base/error.hpp"
-#include "base/json.hpp"
-#include "control/frame.hpp"
-#include "control/recorder.hpp"
+#include "control/cause.hpp"
 
 namespace pypipe {
 namespace {
@@ -50,7 +48,7 @@ void NcclWatchdog::run() noexcept {
     lock.unlock();
     try {
       look();
-    } catch (...) {  // NOLINT(bugprone-empty-catch): no memory for a message, which the next look may have
+    } catch (...) {  // NOLINT(bugprone-empty-catch): no memory for a message; the next look may have it
     }
     lock.lock();
     wake_.wait_for(lock, period, [this] { return closing_; });
@@ -58,72 +56,70 @@ void NcclWatchdog::run() noexcept {
 }
 
 void NcclWatchdog::look() {
-  if (!hub_.cause()) {
+  if (!hub_.has_failed()) {
     for (const auto& edge : edges_) {
-      const std::optional<NcclEdge::Trouble> trouble = edge->watch(limit_);
-      if (!trouble) continue;
-      if (trouble->overdue && hub_.somebody_is_busy(ranks_, limit_)) {
-        edge->pardon();
+      const std::optional<NcclEdge::Problem> problem = edge->watch(limit_);
+      if (!problem) continue;
+      if (problem->overdue && hub_.any_rank_is_busy(ranks_, limit_)) {
+        edge->restart_timer();
         continue;
       }
-      if (!trouble->overdue) {
-        hub_.abort(R"({"kind":"link","rank":)" + std::to_string(hub_.rank()) + R"(,"message":)" +
-                   quoted(trouble->what) + "}");
+      if (!problem->overdue) {
+        Cause cause;
+        cause.kind = CauseKind::link;
+        cause.rank = hub_.rank();
+        cause.message = problem->what;
+        hub_.abort(cause);
         break;
       }
-      const std::string cause = overdue(trouble->what);
-      if (!edge->watch(limit_)) continue;  // it has ended while the ranks were asked
+      const Cause cause = overdue(problem->what);
+      if (!edge->watch(limit_)) continue;  // it ended while the ranks were asked
       hub_.abort(cause);
       break;
     }
   }
-  if (hub_.cause()) {
+  if (hub_.has_failed()) {
     for (const auto& edge : edges_) edge->abort();
   }
 }
 
-std::string NcclWatchdog::overdue(const std::string& what) {
-  Patience patience;
-  patience.timeout = for_answers;
-  std::string text = R"({"kind":"overdue","rank":)" + std::to_string(hub_.rank()) + R"(,"ranks":)" +
-                     std::to_string(ranks_) + R"(,"seconds":)" +
-                     std::to_string(std::chrono::duration<double>(limit_).count()) + R"(,"message":)" + quoted(what) +
-                     R"(,"found":[)";
-  bool first = true;
-  for (const Hub::Answer& answer : hub_.ask(ranks_, patience)) {
-    const std::string status = to_json(answer.status);
-    if (text.size() + status.size() > abort_limit / 10 * 9)
-      break;  // a rank that is left out is one that nothing is known of
-    text += (first ? "[" : ",[") + status + (answer.silent ? ",true]" : ",false]");
-    first = false;
-  }
-  return text + "]}";
+Cause NcclWatchdog::overdue(const std::string& what) {
+  WaitPolicy policy;
+  policy.timeout = for_answers;
+  Cause cause;
+  cause.kind = CauseKind::overdue;
+  cause.rank = hub_.rank();
+  cause.ranks = static_cast<std::uint32_t>(ranks_);
+  cause.limit = static_cast<std::uint64_t>(limit_.count());
+  cause.message = what;
+  cause.reports = hub_.ask(ranks_, policy);
+  return cause;
 }
 
-void NcclWatchdog::close(const Patience& patience) {
+void NcclWatchdog::close(const WaitPolicy& policy) {
   {
     const std::scoped_lock lock(mutex_);
     closing_ = true;
   }
   wake_.notify_all();
   if (thread_.joinable()) thread_.join();
-  if (hub_.cause()) {
+  if (hub_.has_failed()) {
     for (const auto& edge : edges_) edge->abort();
     return;
   }
-  // In whatever order the ranks come here: each tells all its peers before it waits for any. To those that still need
-  // this rank it is the hub that tells it; they fail, and then there is nothing to wait for.
+  // Ranks come here in any order, so each tells all its peers before it waits for any of them. The hub tells those that
+  // still need this rank; they fail, and then there is nothing to wait for.
   hub_.leave();
   for (const auto& edge : edges_) edge->begin_close();
-  const auto deadline = std::chrono::steady_clock::now() + patience.timeout;
+  const auto deadline = std::chrono::steady_clock::now() + policy.timeout;
   std::exception_ptr interrupted;
   for (const auto& edge : edges_) {
-    Patience left = patience;
+    WaitPolicy left = policy;
     left.interruption = [&] {  // what it throws ends the edge
-      if (interrupted || hub_.cause()) throw Error(Fault::aborted, "the pipeline has failed");
-      if (!patience.interruption) return;
+      if (interrupted || hub_.has_failed()) throw Error(Fault::aborted, "the pipeline has failed");
+      if (!policy.interruption) return;
       try {
-        patience.interruption();
+        policy.interruption();
       } catch (...) {
         interrupted = std::current_exception();
         throw;

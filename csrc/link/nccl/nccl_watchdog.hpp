@@ -1,4 +1,5 @@
-// The thread that looks after NCCL: asynchronous errors, transfers that do not end, and the end of the pipeline.
+// The thread that watches NCCL for asynchronous errors and transfers that do not end, and aborts it when the pipeline
+// fails.
 #pragma once
 
 #include <atomic>
@@ -16,10 +17,10 @@
 
 namespace pypipe {
 
-// Every 50 ms: what any edge reports becomes the pipeline's first cause, and once the pipeline has failed, for whatever
+// Looks every 50 ms. A problem of any edge becomes the pipeline's first cause; once the pipeline has failed, from any
 // cause, all edges are aborted, so that no stream and no host call waits for ever. A transfer that takes longer than
-// `limit` is forgiven while one of the `ranks` says that it is busy; else the cause says what each of them is doing,
-// for a host that waits for the device hears of nothing but this.
+// `limit` may go on while one of the `ranks` says that it is busy. Otherwise the cause tells what each rank is doing: a
+// host that waits for the device has no other way to report it.
 class NcclWatchdog {
  public:
   NcclWatchdog(Hub& hub, std::vector<std::shared_ptr<NcclEdge>> edges, std::chrono::nanoseconds limit,
@@ -28,15 +29,14 @@ class NcclWatchdog {
   NcclWatchdog& operator=(const NcclWatchdog&) = delete;
   ~NcclWatchdog();
 
-  // Stops watching, tells the peers that this rank leaves, and takes the communicators down in good order, or aborts
-  // them where the pipeline has failed or now fails.
-  // Throws what `patience.interruption` throws, when all is down.
-  void close(const Patience& patience);
+  // Stops watching, tells the peers that this rank leaves, and destroys the communicators, or aborts them if the
+  // pipeline has failed or fails meanwhile. When that is done, throws what `policy.interruption` threw.
+  void close(const WaitPolicy& policy);
 
  private:
   void run() noexcept;
   void look();
-  [[nodiscard]] std::string overdue(const std::string& what);
+  [[nodiscard]] Cause overdue(const std::string& what);
 
   Hub& hub_;
   const std::vector<std::shared_ptr<NcclEdge>> edges_;

@@ -16,8 +16,7 @@ namespace {
 
 constexpr int size_seals = F_SEAL_SHRINK | F_SEAL_GROW;
 
-// Two ends in one process share one mapping: less memory, and a race checker that goes by addresses sees
-// both.
+// Two ends in one process share one mapping: that saves memory, and race checkers, which compare addresses, see both.
 struct Mapped {
   std::mutex mutex;
   std::map<std::pair<dev_t, ino_t>, std::weak_ptr<Segment>> segments;
@@ -48,7 +47,7 @@ std::shared_ptr<Segment> Segment::create(std::size_t bytes) {
   Fd descriptor(check_errno(::memfd_create("pypipe", MFD_CLOEXEC | MFD_ALLOW_SEALING), "memfd_create"));
   const auto length = static_cast<off_t>(bytes);
   check_errno(::ftruncate(descriptor.get(), length), "ftruncate of shared memory");
-  // Without this, memory that is not there would be a SIGBUS at the first write.
+  // Without this, missing memory would be a SIGBUS at the first write.
   if (::fallocate(descriptor.get(), 0, 0, length) < 0) {
     throw_errno("allocating " + std::to_string(bytes) + " bytes of shared memory");
   }

@@ -1,4 +1,4 @@
-// Shared memory that travels as a descriptor: no name, no /dev/shm, nothing left behind.
+// Shared memory that is passed on as a descriptor: it has no name in /dev/shm, and nothing of it is left behind.
 #pragma once
 
 #include <cstddef>
@@ -11,12 +11,11 @@ namespace pypipe {
 // One mapping of an anonymous memory file. Its size is sealed, so that neither end can make the other fault.
 class Segment {
  public:
-  // Creates and maps zeroed memory, with all of its pages allocated. Throws Error{system} when there is not
-  // enough.
+  // Creates and maps zeroed memory, with all pages allocated. Throws Error{system} if there is not enough.
   [[nodiscard]] static std::shared_ptr<Segment> create(std::size_t bytes);
 
-  // Maps what a peer created. A descriptor that is mapped in this process already yields that mapping.
-  // Throws Error{protocol} when it is not a sealed memory file of exactly `bytes` bytes.
+  // Maps memory that a peer created. If this process has mapped it already, returns that mapping.
+  // Throws Error{protocol} if it is not a sealed memory file of exactly `bytes` bytes.
   [[nodiscard]] static std::shared_ptr<Segment> attach(Fd descriptor, std::size_t bytes);
 
   Segment(const Segment&) = delete;

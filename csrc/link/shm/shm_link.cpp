@@ -60,19 +60,19 @@ std::string about(std::uint32_t channel, int peer) {
 
 }  // namespace
 
-ShmSendLink::ShmSendLink(Hub& hub, int peer, std::uint32_t link, std::uint32_t capacity, const Patience& patience)
+ShmSendLink::ShmSendLink(Hub& hub, int peer, std::uint32_t link, std::uint32_t capacity, const WaitPolicy& policy)
     : hub_(hub),
       peer_(peer),
       capacity_(capacity),
       memory_(Segment::create(rings_bytes(capacity))),
       rings_(new (memory_->data()) ShmRings) {
-  hub_.send(peer_, FrameType::memory, link | link_frames, 0, {}, patience, memory_->descriptor());
+  hub_.send(peer_, FrameType::memory, link | link_frames, 0, {}, policy, memory_->descriptor());
   hub_.watch(rings_->sender);
 }
 
 ShmSendLink::~ShmSendLink() { hub_.unwatch(rings_->sender); }
 
-void ShmSendLink::reserve(std::uint32_t channel, std::uint32_t slots, std::size_t bytes, const Patience& patience) {
+void ShmSendLink::reserve(std::uint32_t channel, std::uint32_t slots, std::size_t bytes, const WaitPolicy& policy) {
   const std::size_t padded = (bytes + slot_alignment - 1) / slot_alignment * slot_alignment;
   Lane& lane = lanes_[channel];
   lane.memory = Segment::create(std::max(padded * slots, slot_alignment));
@@ -86,8 +86,7 @@ void ShmSendLink::reserve(std::uint32_t channel, std::uint32_t slots, std::size_
   for (std::uint32_t slot = slots; slot > 0; --slot) lane.free.push_back(slot - 1);
   const SlotsFrame frame{slots, padded};
   hub_.send(peer_, FrameType::memory, channel, lane.generation,
-            std::string_view(reinterpret_cast<const char*>(&frame), sizeof(frame)), patience,
-            lane.memory->descriptor());
+            std::string_view(reinterpret_cast<const char*>(&frame), sizeof(frame)), policy, lane.memory->descriptor());
 }
 
 void ShmSendLink::collect_credits() {
@@ -125,7 +124,7 @@ bool ShmSendLink::has_room(const Lane& lane) {
 }
 
 std::uint64_t ShmSendLink::send(const Envelope& envelope, std::span<const Part> parts, Stream /*stream*/,
-                                const Patience& patience, Habit& habit) {
+                                const WaitPolicy& policy, WaitHistory& history) {
   const auto found = lanes_.find(envelope.channel);
   if (found == lanes_.end() || envelope.bytes > found->second.bytes) {
     throw Error(Fault::usage, "no slots were reserved for " + std::to_string(envelope.bytes) + " bytes on " +
@@ -133,7 +132,7 @@ std::uint64_t ShmSendLink::send(const Envelope& envelope, std::span<const Part> 
   }
   Lane& lane = found->second;
   const auto ready = [&] { return has_room(lane); };
-  if (!await(rings_->sender, patience, habit, ready, [this] { hub_.check(peer_); })) {
+  if (!await(rings_->sender, policy, history, ready, [this] { hub_.check(peer_); })) {
     throw Error(Fault::timeout, "no slot came free on " + about(envelope.channel, peer_));
   }
   const std::uint32_t slot = lane.free.back();
@@ -149,9 +148,9 @@ std::uint64_t ShmSendLink::send(const Envelope& envelope, std::span<const Part> 
   return published_;
 }
 
-ShmReceiveLink::ShmReceiveLink(Hub& hub, int peer, std::uint32_t link, std::uint32_t capacity, const Patience& patience)
+ShmReceiveLink::ShmReceiveLink(Hub& hub, int peer, std::uint32_t link, std::uint32_t capacity, const WaitPolicy& policy)
     : hub_(hub), peer_(peer), capacity_(capacity) {
-  Frame frame = hub_.take(peer_, FrameType::memory, link | link_frames, patience);
+  Frame frame = hub_.take(peer_, FrameType::memory, link | link_frames, policy);
   memory_ = Segment::attach(std::move(frame.descriptor), rings_bytes(capacity));
   rings_ = std::launder(reinterpret_cast<ShmRings*>(memory_->data()));
   hub_.watch(rings_->receiver);
@@ -159,16 +158,16 @@ ShmReceiveLink::ShmReceiveLink(Hub& hub, int peer, std::uint32_t link, std::uint
 
 ShmReceiveLink::~ShmReceiveLink() { hub_.unwatch(rings_->receiver); }
 
-void ShmReceiveLink::post(std::uint32_t /*channel*/, Stream /*stream*/, const Patience& /*patience*/) {
-  // The credit of a free slot is with the sender already: release() put it there.
+void ShmReceiveLink::post(std::uint32_t /*channel*/, Stream /*stream*/, const WaitPolicy& /*policy*/) {
+  // Nothing to do: release() has given the slot's credit to the sender.
 }
 
-ShmReceiveLink::Lane& ShmReceiveLink::lane(std::uint32_t channel, std::uint32_t generation, const Patience& patience) {
+ShmReceiveLink::Lane& ShmReceiveLink::lane(std::uint32_t channel, std::uint32_t generation, const WaitPolicy& policy) {
   Lane& lane = lanes_[channel];
   while (lane.generation != generation) {
-    Frame frame = hub_.take(peer_, FrameType::memory, channel, patience);
+    Frame frame = hub_.take(peer_, FrameType::memory, channel, policy);
     SlotsFrame slots{};
-    if (frame.payload.size() != sizeof(slots)) throw Error(Fault::protocol, "a memory frame of a wrong length");
+    if (frame.payload.size() != sizeof(slots)) throw Error(Fault::protocol, "a memory frame of the wrong length");
     std::memcpy(&slots, frame.payload.data(), sizeof(slots));
     constexpr std::uint64_t most_bytes = std::uint64_t{1} << 46;
     if (frame.value != lane.generation + 1 || slots.slots > capacity_ || slots.bytes > most_bytes) {
@@ -182,14 +181,14 @@ ShmReceiveLink::Lane& ShmReceiveLink::lane(std::uint32_t channel, std::uint32_t 
   return lane;
 }
 
-Arrival ShmReceiveLink::receive(Stream /*stream*/, const Patience& patience, Habit& habit) {
+Arrival ShmReceiveLink::receive(Stream /*stream*/, const WaitPolicy& policy, WaitHistory& history) {
   const auto ready = [this] { return rings_->published.load(std::memory_order_acquire) != consumed_; };
-  if (!await(rings_->receiver, patience, habit, ready, [this] { hub_.check(peer_); })) {
+  if (!await(rings_->receiver, policy, history, ready, [this] { hub_.check(peer_); })) {
     throw Error(Fault::timeout, "no message came from rank " + std::to_string(peer_));
   }
   const Message message = messages(rings_)[consumed_ % capacity_];
   const Envelope& envelope = message.envelope;
-  const Lane& from = lane(envelope.channel, message.generation, patience);
+  const Lane& from = lane(envelope.channel, message.generation, policy);
   if (message.slot >= from.slots || envelope.bytes > from.bytes) {
     throw Error(Fault::protocol, "a message outside its slots on " + about(envelope.channel, peer_));
   }

@@ -1,15 +1,15 @@
 // The link between two processes of one host: the sender copies each message once, into the receiver's slot.
 //
-// Memory. One small segment per link holds two rings of fixed size; one segment per channel and generation
-// holds the slots. The sender creates them all and passes the descriptors over the control socket before it
-// publishes anything that refers to them, so the receiver never waits for more than that socket.
+// Memory. One small segment per link holds two rings of fixed size; one segment per channel and generation holds the
+// slots. The sender creates them all, and passes the descriptors over the control socket before it publishes a message
+// that refers to them, so the receiver never waits for anything but that socket.
 //
 // Protocol of the rings (single producer, single consumer; counters only grow, index = counter % capacity):
 //   messages[]  written by the sender, then `published` (release); read by the receiver after `published` (acquire)
 //   slot bytes  written by the sender before `published`; owned by the receiver until it returns the slot
 //   credits[]   written by the receiver, then `returned` (release); read by the sender after `returned` (acquire)
-// A slot is written only while its credit is with the sender. Messages in flight never exceed the slots of
-// the link's channels, which is the capacity of both rings, so neither can overflow.
+// A slot is written only while the sender has its credit. There are never more messages in flight than the link's
+// channels have slots, which is the capacity of both rings, so neither ring can overflow.
 #pragma once
 
 #include <atomic>
@@ -31,12 +31,12 @@ struct ShmRings;
 class ShmSendLink final : public SendLink {
  public:
   // `link` names the link between the two ranks; `capacity` is the number of slots of all its channels.
-  ShmSendLink(Hub& hub, int peer, std::uint32_t link, std::uint32_t capacity, const Patience& patience);
+  ShmSendLink(Hub& hub, int peer, std::uint32_t link, std::uint32_t capacity, const WaitPolicy& policy);
   ~ShmSendLink() override;
 
-  void reserve(std::uint32_t channel, std::uint32_t slots, std::size_t bytes, const Patience& patience) override;
-  std::uint64_t send(const Envelope& envelope, std::span<const Part> parts, Stream stream, const Patience& patience,
-                     Habit& habit) override;
+  void reserve(std::uint32_t channel, std::uint32_t slots, std::size_t bytes, const WaitPolicy& policy) override;
+  std::uint64_t send(const Envelope& envelope, std::span<const Part> parts, Stream stream, const WaitPolicy& policy,
+                     WaitHistory& history) override;
   [[nodiscard]] bool has_room(std::uint32_t channel) override;
   [[nodiscard]] std::uint64_t sent() override { return published_; }
 
@@ -66,11 +66,11 @@ class ShmSendLink final : public SendLink {
 class ShmReceiveLink final : public ReceiveLink {
  public:
   // Waits for the sender's rings.
-  ShmReceiveLink(Hub& hub, int peer, std::uint32_t link, std::uint32_t capacity, const Patience& patience);
+  ShmReceiveLink(Hub& hub, int peer, std::uint32_t link, std::uint32_t capacity, const WaitPolicy& policy);
   ~ShmReceiveLink() override;
 
-  void post(std::uint32_t channel, Stream stream, const Patience& patience) override;
-  [[nodiscard]] Arrival receive(Stream stream, const Patience& patience, Habit& habit) override;
+  void post(std::uint32_t channel, Stream stream, const WaitPolicy& policy) override;
+  [[nodiscard]] Arrival receive(Stream stream, const WaitPolicy& policy, WaitHistory& history) override;
   void release(const Slot& slot, Stream stream) override;
 
  private:
@@ -80,7 +80,7 @@ class ShmReceiveLink final : public ReceiveLink {
     std::size_t bytes = 0;
     std::shared_ptr<Segment> memory;
   };
-  Lane& lane(std::uint32_t channel, std::uint32_t generation, const Patience& patience);
+  Lane& lane(std::uint32_t channel, std::uint32_t generation, const WaitPolicy& policy);
 
   Hub& hub_;
   const int peer_;

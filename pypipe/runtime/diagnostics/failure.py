@@ -1,21 +1,21 @@
 """From a failure on one rank to an error on every rank.
 
-The rank where something goes wrong first hands a *cause* (JSON) to its hub, which tells the neighbours, which tell
-theirs. Every other rank turns the cause into an exception of its own.
+The rank where something goes wrong first hands a *cause* (the core's `Cause`) to its hub, which tells the neighbours,
+which tell theirs. Every other rank turns the cause into an exception of its own.
 """
 
 from __future__ import annotations
 
-import json
 import traceback
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pypipe import _core
 from pypipe.errors import MismatchError, PeerLost, PipelineError, PipelineTimeout, RemoteStageError
 from pypipe.program import Action, Kind, Program
 from pypipe.runtime.diagnostics import status_table
+from pypipe.runtime.diagnostics.recorder import action_of
 
 __all__ = [
     "Called",
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _PACKAGE = Path(__file__).parents[2]
-_MOST_TEXT = 10_000  # characters of a traceback that travel; as JSON each may take 12 bytes, two make one frame
+_MOST_TEXT = 10_000  # characters of a message or a traceback that travel; each takes at most 6 bytes, of 64 KiB
 _VERBS = {
     Kind.F: "forward",
     Kind.B: "backward",
@@ -112,21 +112,33 @@ def report(
     except Exception:  # an exception may fail to print itself
         message = f"a {type(error).__name__} that cannot be printed"
         text = "Traceback (most recent call last):\n" + "".join(traceback.format_tb(frames)) + message
-    kinds: dict[type[BaseException], str] = {PipelineTimeout: "timeout", PeerLost: "left"}
-    cause = {
-        # What is no rank's own fault is raised on the others as what it is.
-        "kind": "interrupt" if isinstance(error, KeyboardInterrupt) else kinds.get(type(error), "error"),
-        "rank": rank,
-        "stage": stage if action is None else action.stage,
-        "action": str(action) if action else None,
-        "microbatch": action.microbatch if action else None,
-        "doing": doing or (describe_action(action) if action else "the start or the end of a step"),
-        "call": None if called is None else called._asdict(),
-        "type": type(error).__name__,
-        "message": message[:_MOST_TEXT],
-        "traceback": text if len(text) <= _MOST_TEXT else f"{text[: _MOST_TEXT // 2]}\n...\n{text[-_MOST_TEXT // 2 :]}",
+    text = text if len(text) <= _MOST_TEXT else f"{text[: _MOST_TEXT // 2]}\n...\n{text[-_MOST_TEXT // 2 :]}"
+    cause = _core.Cause(
+        _cause_kind(error),
+        rank,
+        stage=stage if action is None else action.stage,
+        action_kind=None if action is None else action.kind.order,
+        microbatch=None if action is None else action.microbatch,
+        doing=doing or (describe_action(action) if action else "the start or the end of a step"),
+        call=0 if called is None else called.number,
+        call_name="" if called is None else called.name,
+        trains=called is not None and called.training,
+        type=type(error).__name__,
+        message=message[:_MOST_TEXT],
+        traceback=text,
+    )
+    hub.abort(cause, step if called is None else called.number)
+
+
+def _cause_kind(error: BaseException) -> _core.CauseKind:
+    """What is not the fault of the rank that raises it is raised on the others as what it is."""
+    if isinstance(error, KeyboardInterrupt):
+        return _core.CauseKind.INTERRUPT
+    kinds: dict[type[BaseException], _core.CauseKind] = {
+        PipelineTimeout: _core.CauseKind.TIMEOUT,
+        PeerLost: _core.CauseKind.LEFT,
     }
-    hub.abort(json.dumps(cause), step if called is None else called.number)
+    return kinds.get(type(error), _core.CauseKind.ERROR)
 
 
 def convert(
@@ -146,9 +158,9 @@ def convert(
         returned: how many calls of step() and eval() this rank has returned from.
     """
     doing = f"rank {rank}, at {doing or describe_action(action)}"
-    text = hub.cause()
-    if text is not None:
-        return from_cause(text, doing, program, returned)
+    cause = hub.cause()
+    if cause is not None:
+        return from_cause(cause, doing, program, returned)
     if error.fault == "timeout":
         return timed_out(doing, f"{error} within {timeout:g} s.", hub, rank, size, program, returned)
     if error.fault == "peer_gone":
@@ -166,38 +178,31 @@ def timed_out(
 ) -> PipelineError:
     """The error of a rank that waited too long: with what every rank is doing."""
     found = status_table.survey(hub, size)
-    text = hub.cause()
-    if text is not None:  # another one that waits was first, and asked while all were there
-        return from_cause(text, doing, program, returned)
+    cause = hub.cause()
+    if cause is not None:  # another one that waits was first, and asked while all were there
+        return from_cause(cause, doing, program, returned)
     return PipelineTimeout(f"{doing}: {problem} {status_table.table(found, size, rank, program)}\n{_BUSY}")
 
 
 _BUSY = 'Work that may take longer than the timeout can say so: `with schedule.busy("..."):`'
 
 
-def _call_of(cause: dict[str, Any]) -> Called | None:
+def _call_of(cause: _core.Cause) -> Called | None:
     """The call in which the cause arose; None where it arose in none, or that is not known."""
-    try:
-        if cause["kind"] == "lost":  # what the rank's record says
-            status = cause["status"]
-            return Called(int(status["step"]), "call", False) if status["now"] is not None else None
-        call = cause["call"]
-        return Called(int(call["number"]), str(call["name"])[:20], bool(call["training"]))
-    except (KeyError, TypeError, ValueError):
-        return None
+    if cause.kind == _core.CauseKind.LOST:  # what the rank's record says
+        status = cause.reports[0].status if cause.reports else None
+        return Called(status.step, "call", False) if status is not None and status.now is not None else None
+    return Called(cause.call, cause.call_name, cause.trains) if cause.call else None
 
 
-def is_late(text: str, returned: int) -> bool:
+def is_late(cause: _core.Cause, returned: int) -> bool:
     """Whether a cause arose in a call that this rank had returned from by then.
 
     Args:
-        text: the cause.
+        cause: the first cause.
         returned: how many calls of step() and eval() this rank has returned from.
     """
-    try:
-        called = _call_of(json.loads(text))
-    except ValueError:
-        return False
+    called = _call_of(cause)
     return called is not None and called.number <= returned
 
 
@@ -207,77 +212,67 @@ _WHOLE_PART = (
 )
 
 
-def from_cause(text: str, doing: str, program: Program | None = None, returned: int = 0) -> PipelineError:
+def from_cause(cause: _core.Cause, doing: str, program: Program | None = None, returned: int = 0) -> PipelineError:
     """The public error for what another rank (or this rank's hub, or its links) reported as the first cause.
 
     Args:
-        text: the cause, as JSON.
+        cause: the first cause.
         doing: this rank, and what it was doing.
         program: what runs, where that is known.
         returned: how many calls of step() and eval() this rank has returned from; where the cause arose in one of
             these, the error says so.
     """
-    try:
-        cause: dict[str, Any] = json.loads(text)
-        kind, origin = str(cause["kind"]), int(cause["rank"])
-    except (ValueError, KeyError, TypeError):
-        return PipelineError(f"{doing}: the pipeline failed: {text[:1000]}")
     called = _call_of(cause)
     if called is None or called.number > returned:
         ahead = called is not None and called.number > returned + 1
         stopped = f"stopped because a later {called.name} failed: " if called and ahead else "stopped because "
-        return _from_cause(cause, kind, origin, doing, stopped, program)
+        return _from_cause(cause, doing, stopped, program)
     ago = returned - called.number
     which = f"the last {called.name}" if ago == 0 else f"the {called.name} {ago} before the last call"
-    late = f"{which} failed on rank {origin} after this rank had returned from it"
-    error = _from_cause(cause, kind, origin, f"{doing}: {late}", "", program)
+    late = f"{which} failed on rank {cause.rank} after this rank had returned from it"
+    error = _from_cause(cause, f"{doing}: {late}", "", program)
     if called.training:
         error.add_note(_WHOLE_PART)
     return error
 
 
-def _from_cause(
-    cause: dict[str, Any], kind: str, origin: int, doing: str, stopped: str, program: Program | None
-) -> PipelineError:
-    if kind == "lost":
-        status = cause.get("status")
-        last = f"; {status_table.last_words(status)}" if isinstance(status, dict) else ""
+def _from_cause(cause: _core.Cause, doing: str, stopped: str, program: Program | None) -> PipelineError:
+    kinds, kind, origin = _core.CauseKind, cause.kind, cause.rank
+    if kind == kinds.LOST:
+        last = f"; {status_table.last_words(cause.reports[0].status)}" if cause.reports else ""
         return PeerLost(
-            f"{doing}: rank {origin} is gone ({cause.get('how')}; rank {cause.get('seen_by')} saw it first{last}): it "
-            "was killed, crashed, or ended without closing its schedule. Look at that process's own output"
+            f"{doing}: rank {origin} is gone ({cause.message}; rank {cause.seen_by} saw it first{last}): it was "
+            "killed, crashed, or ended without closing its schedule. Look at that process's own output"
         )
-    if kind == "timeout":
-        return PipelineTimeout(f"{doing}: {stopped}a rank waited too long: {cause.get('message')}")
-    if kind == "overdue":  # csrc/link/nccl/nccl_watchdog.cpp
-        try:
-            found = status_table.known(cause["found"])
-            table = status_table.table(found, int(cause["ranks"]), origin, program, waits=False)
-            seconds = float(cause["seconds"])
-            problem = (
-                f"on rank {origin} {cause['message']} within {seconds:g} s: the other end has not started its part, or "
-                f"the device is stuck. {table}"
-            )
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-            return PipelineError(f"{doing}: the pipeline failed: {json.dumps(cause)[:1000]}")
-        return PipelineTimeout(f"{doing}: {problem}\n{_BUSY}")
-    if kind == "left":
-        return PeerLost(f"{doing}: {stopped}a rank left: {cause.get('message')}")
-    if kind == "link":
-        message = f"{doing}: the link of rank {origin} failed: {cause.get('message')}"
+    if kind == kinds.TIMEOUT:
+        return PipelineTimeout(f"{doing}: {stopped}a rank waited too long: {cause.message}")
+    if kind == kinds.OVERDUE:  # csrc/link/nccl/nccl_watchdog.cpp
+        table = status_table.table(status_table.known(cause.reports), cause.ranks, origin, program, waits=False)
+        return PipelineTimeout(
+            f"{doing}: on rank {origin} {cause.message} within {cause.limit:g} s: the other end has not started its "
+            f"part, or the device is stuck. {table}\n{_BUSY}"
+        )
+    if kind == kinds.LEFT:
+        return PeerLost(f"{doing}: {stopped}a rank left: {cause.message}")
+    if kind == kinds.LINK:
+        message = f"{doing}: the link of rank {origin} failed: {cause.message}"
         own = doing.startswith(f"rank {origin},")
         return PipelineError(message) if own else RemoteStageError(message, rank=origin)
-    if kind == "interrupt":
-        message = f"{doing}: {stopped}rank {origin} was interrupted (KeyboardInterrupt) at {cause.get('doing')}"
+    if kind == kinds.INTERRUPT:
+        message = f"{doing}: {stopped}rank {origin} was interrupted (KeyboardInterrupt) at {cause.doing}"
     else:
         message = (
-            f"{doing}: {stopped}rank {origin} failed at {cause.get('doing')}: {cause.get('type')}: "
-            f"{cause.get('message')}\n--- traceback of rank {origin} ---\n{cause.get('traceback', '')}"
+            f"{doing}: {stopped}rank {origin} failed at {cause.doing}: {cause.type}: {cause.message}\n"
+            f"--- traceback of rank {origin} ---\n{cause.traceback}"
         )
+    action = None
+    if cause.stage is not None and cause.action_kind is not None and cause.microbatch is not None:
+        action = action_of(cause.stage, cause.action_kind, cause.microbatch)
     return RemoteStageError(
         message,
         rank=origin,
-        stage=cause.get("stage"),
-        action=cause.get("action"),
-        microbatch=cause.get("microbatch"),
-        remote_traceback=str(cause.get("traceback", "")),
+        stage=cause.stage,
+        action=None if action is None else str(action),
+        microbatch=cause.microbatch,
+        remote_traceback=cause.traceback,
     )

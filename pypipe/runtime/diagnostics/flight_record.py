@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pypipe.runtime.diagnostics.recorder import SUFFIX, Deed, Record, read
+from pypipe import _core
+from pypipe.runtime.diagnostics.recorder import SUFFIX, ActionRecord, Record, read
 
 __all__ = ["FlightError", "find", "timeline"]
 
@@ -48,66 +48,58 @@ def timeline(records: Mapping[int, Record], rows: int = _ROWS) -> str:
 
     Times are milliseconds before the last thing that any rank noted. An action without an end was in progress.
     """
-    deeds = _merged(records)
+    merged = _merged(records)
     culprit, why = _cause(records)
     lines = [why]
-    if deeds:
-        end = max(max(start, finish) for _, _, start, finish in deeds)
-        shown = deeds[-rows:]
-        if len(deeds) > len(shown):
-            lines.append(f"The latest {len(shown)} of {len(deeds)} actions on record:")
-        width = max(14, *(len(_cell(deed, start, finish)) + 2 for _, deed, start, finish in shown))
+    if merged:
+        end = max(max(start, finish) for _, _, start, finish in merged)
+        shown = merged[-rows:]
+        if len(merged) > len(shown):
+            lines.append(f"The latest {len(shown)} of {len(merged)} actions on record:")
+        width = max(14, *(len(_cell(done, start, finish)) + 2 for _, done, start, finish in shown))
         lines.append("      ms  " + "".join(f"rank {rank}".ljust(width) for rank in records).rstrip())
         latest = {rank: index for index, (rank, *_) in enumerate(shown)}
-        for index, (rank, deed, start, finish) in enumerate(shown):
+        for index, (rank, done, start, finish) in enumerate(shown):
             column = list(records).index(rank)
             mark = "  <== the cause" if rank == culprit and latest[rank] == index else ""
-            cell = " " * (width * column) + _cell(deed, start, finish)
+            cell = " " * (width * column) + _cell(done, start, finish)
             lines.append(f"{(start - end) / 1e6:8.1f}  {cell}{mark}")
     busy = [f"Rank {rank} had said that it was busy: {record.busy}." for rank, record in records.items() if record.busy]
     return "\n".join([*lines, *busy])
 
 
-def _merged(records: Mapping[int, Record]) -> Sequence[tuple[int, Deed, int, int]]:
-    """(rank, deed, start, end) of all ranks on one clock, by start; end 0: in progress."""
+def _merged(records: Mapping[int, Record]) -> Sequence[tuple[int, ActionRecord, int, int]]:
+    """(rank, action, start, end) of all ranks on one clock, by start; end 0: in progress."""
     merged = [
-        (rank, deed, deed.start + record.clock, deed.end + record.clock if deed.end else 0)
+        (rank, done, done.start + record.clock, done.end + record.clock if done.end else 0)
         for rank, record in records.items()
-        for deed in record.deeds
+        for done in record.actions
     ]
     return sorted(merged, key=lambda entry: entry[2])
 
 
-def _cell(deed: Deed, start: int, finish: int) -> str:
+def _cell(done: ActionRecord, start: int, finish: int) -> str:
     if not finish:
-        waiting = "" if deed.ready else " ..."
-        return f"{deed.action} in progress{waiting}"
-    return f"{deed.action} {(finish - start) / 1e6:.1f}"
+        waiting = "" if done.ready else " ..."
+        return f"{done.action} in progress{waiting}"
+    return f"{done.action} {(finish - start) / 1e6:.1f}"
 
 
 def _cause(records: Mapping[int, Record]) -> tuple[int | None, str]:
     """The rank where it began, where that is known, and a sentence."""
-    texts = [record.cause for record in records.values() if record.cause is not None]
-    if not texts:
+    causes = [record.cause for record in records.values() if record.cause is not None]
+    if not causes:
         return None, "No rank knew of a failure: all were killed at once, or still run."
-    causes = []
-    for text in texts:
-        try:
-            cause = json.loads(text)
-            causes.append((int(cause["rank"]), str(cause["kind"]), cause))
-        except (ValueError, KeyError, TypeError):
-            return None, f"The pipeline failed: {text[:1000]}"
     # Ranks that failed at once may each know their own cause; most have heard of the first.
-    rank, kind, cause = max(causes, key=lambda one: [other[:2] for other in causes].count(one[:2]))
-    if kind == "lost":
-        return rank, f"Rank {rank} was killed, crashed or ended early: {cause.get('how')}."
-    if kind in ("timeout", "left"):
-        return None, str(cause.get("message"))
-    if kind == "overdue":
-        return None, f"On rank {rank} {cause.get('message')}."
-    if kind == "interrupt":
-        return rank, f"Rank {rank} was interrupted (KeyboardInterrupt) at {cause.get('doing')}."
-    text = (
-        f"Rank {rank} failed at {cause.get('doing', 'its link')}: {cause.get('type', 'error')}: {cause.get('message')}"
-    )
-    return rank, text
+    origins = [(cause.rank, cause.kind) for cause in causes]
+    cause = max(causes, key=lambda one: origins.count((one.rank, one.kind)))
+    kinds, rank = _core.CauseKind, cause.rank
+    if cause.kind == kinds.LOST:
+        return rank, f"Rank {rank} was killed, crashed or ended early: {cause.message}."
+    if cause.kind in (kinds.TIMEOUT, kinds.LEFT):
+        return None, cause.message
+    if cause.kind == kinds.OVERDUE:
+        return None, f"On rank {rank} {cause.message}."
+    if cause.kind == kinds.INTERRUPT:
+        return rank, f"Rank {rank} was interrupted (KeyboardInterrupt) at {cause.doing}."
+    return rank, f"Rank {rank} failed at {cause.doing or 'its link'}: {cause.type or 'error'}: {cause.message}"

@@ -2,38 +2,47 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import NamedTuple
 
 from pypipe import _core
 from pypipe.program import Action, Kind, Program
 from pypipe.runtime.diagnostics.recorder import action_of
 
-__all__ = ["known", "last_words", "survey", "table"]
+__all__ = ["Known", "known", "last_words", "survey", "table"]
 
 _ANSWER_SECONDS = 1.0
 
-# As csrc/control/recorder.cpp writes it. "silent": it did not answer, its record did; "left": it has said goodbye.
-Activity = dict[str, Any]
+
+class Known(NamedTuple):
+    """What is known of a rank.
+
+    Attributes:
+        status: what it is doing.
+        silent: whether it did not answer, so that the status is what its record says.
+        left: whether it has said goodbye.
+    """
+
+    status: _core.RankStatus
+    silent: bool = False
+    left: bool = False
 
 
-def survey(hub: _core.Hub, size: int) -> dict[int, Activity]:
+def survey(hub: _core.Hub, size: int) -> dict[int, Known]:
     """Asks every rank what it is doing; waits a second at most. Ranks that nothing is known of are missing."""
-    answers = hub.ask(size, _core.Patience(_ANSWER_SECONDS))
-    found = known([(json.loads(text), silent) for text, silent in answers])
+    found = known(hub.ask(size, _core.WaitPolicy(_ANSWER_SECONDS)))
     for rank in hub.departed():
         if rank in found:
-            found[rank]["left"] = True
+            found[rank] = found[rank]._replace(left=True)
     return found
 
 
-def known(answers: Iterable[tuple[Activity, bool]]) -> dict[int, Activity]:
+def known(reports: Iterable[_core.RankReport]) -> dict[int, Known]:
     """What ranks answered, or their records show, by rank."""
-    return {activity["rank"]: {**activity, "silent": silent} for activity, silent in answers}
+    return {report.status.rank: Known(report.status, report.silent) for report in reports}
 
 
-def table(found: Mapping[int, Activity], size: int, me: int, program: Program | None, *, waits: bool = True) -> str:
+def table(found: Mapping[int, Known], size: int, me: int, program: Program | None, *, waits: bool = True) -> str:
     """One line for each rank, and before them who it is that the others wait for.
 
     Args:
@@ -44,38 +53,43 @@ def table(found: Mapping[int, Activity], size: int, me: int, program: Program | 
         waits: whether it asks because it waits itself.
     """
     rows = [("rank", "step", "doing", "for", "completed last")]
-    awaited = {rank: _waits_for(activity, program) for rank, activity in found.items() if not activity["silent"]}
+    awaited = {rank: _waits_for(entry.status, program) for rank, entry in found.items() if not entry.silent}
     for rank in range(size):
-        activity = found.get(rank)
-        if activity is None:
+        entry = found.get(rank)
+        if entry is None:
             rows.append((str(rank), "?", "DOES NOT ANSWER", "", ""))
             continue
-        doing, seconds = _doing(activity, awaited.get(rank), waits and rank == me)
-        if activity.get("left"):
+        doing, seconds = _doing(entry.status, awaited.get(rank), waits and rank == me)
+        if entry.left:
             doing, seconds = "has left: it closed its schedule", ""
-        elif activity["silent"]:
+        elif entry.silent:
             doing = f"DOES NOT ANSWER (its record: {doing})"
-        rows.append((str(rank), str(activity["step"]), doing, seconds, _completed(activity)))
+        rows.append((str(rank), str(entry.status.step), doing, seconds, _completed(entry.status)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([_blame(found, size, me, awaited), *lines])
 
 
-def last_words(activity: Activity) -> str:
-    """What a rank that is gone did last: `it was running 1F3, after 1F2`."""
-    now, last = _action(activity.get("now")), _action(activity.get("last"))
-    doing = f"it was at {now}" if now else "it was between steps" if activity.get("step") else "it had begun no step"
-    return doing + (f", after {last}" if last else "") + (f", in its step {activity['step']}" if now else "")
+def last_words(status: _core.RankStatus) -> str:
+    """What a rank that is gone did last: `it was at 1F3, after 1F2, in its step 4`."""
+    now, last = _action(status.now), _action(status.last)
+    doing = f"it was at {now}" if now else "it was between steps" if status.step else "it had begun no step"
+    return doing + (f", after {last}" if last else "") + (f", in its step {status.step}" if now else "")
 
 
-def _action(deed: Mapping[str, Any] | None) -> Action | None:
-    return None if deed is None else action_of(int(deed["stage"]), int(deed["kind"]), int(deed["microbatch"]))
+def _action(entry: _core.ActionEntry | None) -> Action | None:
+    return None if entry is None else action_of(entry.stage, entry.kind, entry.microbatch)
 
 
-def _waits_for(activity: Activity, program: Program | None) -> tuple[int, str] | None:
+def _ago(time: int) -> str:
+    return _seconds(time * 1e-9)
+
+
+def _waits_for(status: _core.RankStatus, program: Program | None) -> tuple[int, str] | None:
     """The rank that it waits for, and what for; None where it computes, or does something else."""
-    action = _action(activity["now"])
-    if action is None or program is None or activity["now"]["ready"] or action.stage >= len(program.placement):
+    now = status.now
+    action = _action(now)
+    if now is None or action is None or program is None or now.ready or action.stage >= len(program.placement):
         return None
     before, after = program.previous_stage(action.stage), program.next_stage(action.stage)
     match action.kind:
@@ -94,32 +108,32 @@ def _waits_for(activity: Activity, program: Program | None) -> tuple[int, str] |
     return program.placement[source], what
 
 
-def _doing(activity: Activity, waits: tuple[int, str] | None, asking: bool) -> tuple[str, str]:
-    now, last = activity["now"], activity["last"]
-    if "busy" in activity:
-        return f"busy: {activity['busy']}", _seconds(activity["busy_for"])
+def _doing(status: _core.RankStatus, waits: tuple[int, str] | None, asking: bool) -> tuple[str, str]:
+    now, last = status.now, status.last
+    if status.busy is not None:
+        return f"busy: {status.busy}", _seconds(status.busy_for)
     if now is not None:
         action = _action(now)
         if waits is not None:
-            return f"{action}: waits for {waits[1]} from rank {waits[0]}", _seconds(now["ago"])
-        return f"{action}: waits" if asking else f"{action}: runs", _seconds(now["ago"])
-    if not activity["step"]:
+            return f"{action}: waits for {waits[1]} from rank {waits[0]}", _ago(now.start)
+        return f"{action}: waits" if asking else f"{action}: runs", _ago(now.start)
+    if not status.step:
         return "has begun no step", ""
-    if last is not None and last["step"] == activity["step"]:
-        return "between steps: has not called step() or eval() again", _seconds(last["ago"])
+    if last is not None and last.step == status.step:
+        return "between steps: has not called step() or eval() again", _ago(last.end)
     return "at the start of a step", ""
 
 
-def _completed(activity: Activity) -> str:
-    last = activity["last"]
-    return f"{_action(last)}, {_seconds(last['ago'])} ago" if last is not None else "nothing"
+def _completed(status: _core.RankStatus) -> str:
+    last = status.last
+    return f"{_action(last)}, {_ago(last.end)} ago" if last is not None else "nothing"
 
 
 def _seconds(value: float) -> str:
     return f"{value:.1f} s"
 
 
-def _blame(found: Mapping[int, Activity], size: int, me: int, waits: Mapping[int, tuple[int, str] | None]) -> str:
+def _blame(found: Mapping[int, Known], size: int, me: int, waits: Mapping[int, tuple[int, str] | None]) -> str:
     """Follows who waits for whom, from this rank to one that waits for nobody."""
     rank, seen = me, [me]
     while (waited := waits.get(rank)) is not None:
@@ -130,9 +144,9 @@ def _blame(found: Mapping[int, Activity], size: int, me: int, waits: Mapping[int
     if rank == me:
         return "What each rank is doing:"
     through = "".join(f", through rank {between}" for between in seen[1:-1])
-    activity = found.get(rank)
-    if activity is not None and activity.get("left"):
+    entry = found.get(rank)
+    if entry is not None and entry.left:
         return f"It waits for rank {rank}{through}, which has left: it closed its schedule."
-    if activity is None or activity["silent"]:
+    if entry is None or entry.silent:
         return f"It waits for rank {rank}{through}, which does not answer: is it stopped, or its host gone?"
-    return f"It waits for rank {rank}{through}: {_doing(activity, None, False)[0]}."
+    return f"It waits for rank {rank}{through}: {_doing(entry.status, None, False)[0]}."

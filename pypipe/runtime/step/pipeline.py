@@ -202,9 +202,9 @@ class Pipeline:
         clock = clock_for(self._settings.device)
         connection.recorder.start_trace(len(executor.actions))
         executor.run(clock)
-        deeds = connection.recorder.stop_trace()
+        done = connection.recorder.stop_trace()
         if clock is None:
-            times = {deed.action: (deed.ready or deed.start, deed.end) for deed in deeds}
+            times = {one.action: (one.ready or one.start, one.end) for one in done}
         else:
             times = clock.times(executor.actions)
         self._trace.add(f"{connection.prefix}/trace/{self._trace.number}", executor.program, times)
@@ -325,7 +325,7 @@ class Pipeline:
         if cause is not None:
             self._raise(cause, "between steps")
 
-    def _raise(self, cause: str, when: str) -> NoReturn:
+    def _raise(self, cause: _core.Cause, when: str) -> NoReturn:
         error = failure.from_cause(cause, f"{self._settings.where}, {when}", self._settings.program, self._calls)
         self._failure = failure.text_of(error)
         try:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pypipe import _core
 from pypipe.errors import MismatchError
+from pypipe.program import Kind
 from pypipe.runtime.autograd.engine import enter
 from pypipe.runtime.diagnostics.checks import checksums, compare_checksums
 from pypipe.runtime.tensor_memory import copy_of
@@ -35,10 +36,11 @@ class Tag(NamedTuple):
     """What travels with a message, and is checked or used by the receiver."""
 
     stage: int  # the sender's
-    kind: int  # ord("F"), in eval() ord("f"), or ord("B")
+    kind: int  # the channel's Kind, by its order
     microbatch: int
     rows: int  # of this microbatch; 0 where the batch has none
     batch_rows: int
+    evaluates: bool = False  # whether it is sent in eval(), which ranks must not mix with step()
 
 
 class Message(Protocol):
@@ -54,11 +56,6 @@ class Message(Protocol):
     def size(self) -> int: ...
 
 
-def _kinds(kind: int) -> tuple[int, int]:
-    """How messages of this kind say that they are of an eval(), and of a step()."""
-    return ord(chr(kind).lower()), ord(chr(kind).upper())
-
-
 class _Outgoing(NamedTuple):
     handle: Any
     strides: tuple[tuple[int, ...] | None, ...]
@@ -69,15 +66,15 @@ class SendChannel(ABC):
 
     Args:
         stage: which one sends.
-        kind: ord("F") or ord("B").
+        kind: the channel's: F, B, or W for weights.
         checksum: whether one more tensor travels, with a checksum of each of the others.
     """
 
-    def __init__(self, stage: int, kind: int, checksum: bool = False) -> None:
+    def __init__(self, stage: int, kind: Kind, checksum: bool = False) -> None:
         self._checksum = checksum
         self._stage = stage
-        self._kinds = _kinds(kind)
-        self._kind = kind
+        self._kind = kind.order
+        self._evaluates = False
         self._layouts: dict[trees.Description, _Outgoing] = {}
 
     @abstractmethod
@@ -115,7 +112,7 @@ class SendChannel(ABC):
 
     def begin(self, *, training: bool) -> None:
         """Begins a step. Messages say whether it is one of step() or of eval(): ranks must not mix them."""
-        self._kind = self._kinds[training]
+        self._evaluates = not training
 
     def send(self, tree: Any, microbatch: int, rows: int, batch_rows: int, lease: Lease | None = None) -> list[Tensor]:
         """Sends a tree and returns its tensors in the order in which the other end counts them.
@@ -134,7 +131,9 @@ class SendChannel(ABC):
         if len(tensors) == 1 and not self._checksum:  # the common case, without bookkeeping
             layout = self._layouts.get(description) or self._announce(description)
             only = trees.as_sent(tensors[0], layout.strides[0])
-            self.transfer(layout.handle, Tag(self._stage, self._kind, microbatch, rows, batch_rows), (only,))
+            self.transfer(
+                layout.handle, Tag(self._stage, self._kind, microbatch, rows, batch_rows, self._evaluates), (only,)
+            )
             return tensors
         sums: Tensor | None = None
         if self._checksum:
@@ -144,7 +143,7 @@ class SendChannel(ABC):
         sent = [trees.as_sent(tensor, strides) for tensor, strides in zip(tensors, layout.strides, strict=True)]
         if sums is not None:
             sums.copy_(torch.tensor(checksums(sent[:-1]), dtype=torch.int64))
-        self.transfer(layout.handle, Tag(self._stage, self._kind, microbatch, rows, batch_rows), sent)
+        self.transfer(layout.handle, Tag(self._stage, self._kind, microbatch, rows, batch_rows, self._evaluates), sent)
         return tensors if sums is None else tensors[:-1]
 
     def _announce(self, description: trees.Description) -> _Outgoing:
@@ -192,18 +191,19 @@ class ReceiveChannel(ABC):
 
     Args:
         source_stage: which one sends.
-        kind: ord("F") or ord("B").
+        kind: the channel's: F, B, or W for weights.
         checksum: whether messages carry checksums.
     """
 
     posts: ClassVar[bool] = False
     """Whether post() does anything. Where it does not, a slot's release is all that its sender waits for."""
 
-    def __init__(self, source_stage: int, kind: int, checksum: bool = False) -> None:
+    def __init__(self, source_stage: int, kind: Kind, checksum: bool = False) -> None:
         self._checksum = checksum
         self._source_stage = source_stage
-        self._kinds = _kinds(kind)
-        self._kind = kind
+        self._kind_name = kind.label
+        self._kind = kind.order
+        self._evaluates = False
         self._layouts: dict[int, IncomingLayout] = {}
         self.meshes: Meshes | None = None
         """The receiving stage's."""
@@ -248,14 +248,14 @@ class ReceiveChannel(ABC):
 
     def begin(self, *, training: bool) -> None:
         """Begins a step, whose messages must say of it what this says."""
-        self._kind = self._kinds[training]
+        self._evaluates = not training
 
     def post(self, microbatch: int) -> None:
         """RECV: lets one more receive start, into a free slot."""
 
     def take(self, microbatch: int) -> None:
         """Waits for a message before it is used: its link carries it ahead of one that is used first."""
-        self._early[microbatch] = self.wait(Tag(self._source_stage, self._kind, microbatch, 0, 0))
+        self._early[microbatch] = self.wait(Tag(self._source_stage, self._kind, microbatch, 0, 0, self._evaluates))
 
     def inputs(self) -> Inputs:
         """What takes the inputs that come through this channel."""
@@ -271,7 +271,7 @@ class ReceiveChannel(ABC):
         """
         message = self._early.pop(microbatch, None) if self._early else None
         if message is None:
-            message = self.wait(Tag(self._source_stage, self._kind, microbatch, 0, 0))
+            message = self.wait(Tag(self._source_stage, self._kind, microbatch, 0, 0, self._evaluates))
         layout = self._layouts.get(message.layout)
         if layout is None:
             layout = self._learn(message)
@@ -285,7 +285,7 @@ class ReceiveChannel(ABC):
             tree = tensors[0]
         else:
             if self._checksum:
-                action = f"{self._source_stage}SEND_{chr(self._kind).upper()}{microbatch}"
+                action = f"{self._source_stage}SEND_{self._kind_name}{microbatch}"
                 compare_checksums(tensors[:-1], tensors[-1].tolist(), action)
             tree = trees.rebuild(layout.description, tensors, self.meshes)
             tree = tree[0] if self._checksum else tree

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import json
 import os
 import sys
 import warnings
@@ -84,12 +83,12 @@ def connect(
     connection = Connection(world, meeting, _recorder(world.rank, meeting.identity))
     connection.start()
     try:
-        patience = connection.patience(timeout)
+        wait_policy = connection.wait_policy(timeout)
         places = [
             Place(channel, link, number, slots[channel], checksum)
             for number, (channel, link) in enumerate(links.items())
         ]
-        connection.open(places, ways, device, patience)
+        connection.open(places, ways, device, wait_policy)
     except BaseException as error:
         public: BaseException = error
         if isinstance(error, _core.CoreError):
@@ -137,13 +136,13 @@ class Connection:
 
     def start(self) -> None:
         """Starts the control sockets' thread; from now on the end of this process is told to the other ranks."""
-        self.hub.set_recorder(self.recorder.core)
+        self.hub.set_action_log(self.recorder.core)
         self.hub.start()
         _hubs.add(self.hub)
         _open_connections.add(self)
         _tell_at_exit()
 
-    def patience(self, timeout: float) -> _core.Patience:
+    def wait_policy(self, timeout: float) -> _core.WaitPolicy:
         """How this rank waits: for how long, and how it polls.
 
         Args:
@@ -152,15 +151,15 @@ class Connection:
         me, cards = self._world.rank, self.cards
         here = sum(card["host"] == cards[me]["host"] for card in cards)
         crowded = here > len(os.sched_getaffinity(0))
-        patience = _core.Patience(timeout, _SPINS_CROWDED if crowded else _SPINS_ALONE, _LONGEST_SPIN)
-        return self.hub.prolonging(patience, self._world.size)
+        wait_policy = _core.WaitPolicy(timeout, _SPINS_CROWDED if crowded else _SPINS_ALONE, _LONGEST_SPIN)
+        return self.hub.prolonging(wait_policy, self._world.size)
 
     def open(
         self,
         places: Sequence[Place],
         ways: Mapping[Link, type[Transport]],
         device: torch.device,
-        patience: _core.Patience,
+        wait_policy: _core.WaitPolicy,
     ) -> None:
         """Opens this rank's links and makes its channels.
 
@@ -168,19 +167,19 @@ class Connection:
             places: all channels of the pipeline.
             ways: what carries each link, in one order on all ranks.
             device: where the stages of this rank live.
-            patience: how long to wait.
+            wait_policy: how long to wait.
         """
         me, cards = self._world.rank, self.cards
         for peer in self._meeting.peers:
             if cards[peer]["host"] == cards[me]["host"]:
-                self.hub.share_record(peer, patience)
+                self.hub.share_record(peer, wait_policy)
         opened: dict[type[Transport], Transport] = {}
         # One order on all ranks: whoever waits at a link waits for a rank that is busy with an earlier one.
         for number, (link, way) in enumerate(ways.items()):
             if me not in _ends(link):
                 continue
             if way not in opened:
-                opened[way] = way(self._world, self._meeting, device, patience)
+                opened[way] = way(self._world, self._meeting, device, wait_policy)
                 self._transports.append(opened[way])
             slots = {place.number: place.slots for place in places if place.link == link}
             opened[way].open(number, link, slots, sends=link.source_rank == me)
@@ -200,7 +199,7 @@ class Connection:
         """Tells the other ranks what ends this rank's part outside step() and eval()."""
         if not isinstance(error, SystemExit):
             doing = "a line of its own script, outside step() and eval()"
-            begun = int(json.loads(self.recorder.core.activity())["step"])
+            begun = self.recorder.core.status().step
             failure.report(self.hub, self._world.rank, None, error, doing, step=begun + 1)
 
     def close(self) -> None:

@@ -12,8 +12,8 @@ constexpr std::size_t staging = 65536;
 constexpr std::size_t large = 2 * staging;
 constexpr std::size_t small = 4096;
 
-// A hang is to be seen soon where it is planted, and never where the machine is merely slow.
-void patience(bool planted, std::size_t bytes = staging) {
+// A planted hang must be reported soon, and a slow machine never be taken for one.
+void set_limits(bool planted, std::size_t bytes = staging) {
   knob("staging", bytes);
   knob("hang_ms", planted ? 600 : 60000);
 }
@@ -53,20 +53,20 @@ void cross(Rank& rank, bool crossed, std::size_t bytes, bool planted) {
 }  // namespace
 
 void crossed_order_above_the_staging(Rank& rank, bool planted) {
-  patience(planted);
+  set_limits(planted);
   cross(rank, planted, large, planted);
 }
 
 // The same bug does not show with a small message: hence the tests with large ones, or without staging.
 void crossed_order_below_the_staging(Rank& rank, bool planted) {
-  patience(planted, planted ? 0 : staging);
+  set_limits(planted, planted ? 0 : staging);
   cross(rank, true, small, planted);
 }
 
 // Each rank sends on one stream and receives on another, and issues the two in an order of its own. One
 // communicator runs them in the order of issue whatever the streams; two communicators don't.
 void opposite_transfers_one_communicator(Rank& rank, bool planted) {
-  patience(planted);
+  set_limits(planted);
   Stream forward("forward");
   Stream backward("backward");
   const DeviceMemory out(large);
@@ -92,7 +92,7 @@ void opposite_transfers_one_communicator(Rank& rank, bool planted) {
 
 // The remedy on one communicator: opposite transfers in one group.
 void opposite_transfers_fused(Rank& rank, bool planted) {
-  patience(planted);
+  set_limits(planted);
   Stream wire("wire");
   const DeviceMemory out(large);
   const DeviceMemory in(large);
@@ -120,7 +120,7 @@ void opposite_transfers_fused(Rank& rank, bool planted) {
 
 // A receive that was posted early spins on the device. Where only one operation has room, no send can start.
 void one_resident_operation(Rank& rank, bool planted) {
-  patience(planted);
+  set_limits(planted);
   knob("resident", 2);
   Stream sending("sending");
   Stream receiving("receiving");
@@ -145,7 +145,7 @@ void one_resident_operation(Rank& rank, bool planted) {
 
 // CUDA_DEVICE_MAX_CONNECTIONS=1: a wait for a receive's event stands before the send in the only queue.
 void one_hardware_queue(Rank& rank, bool planted) {
-  patience(planted);
+  set_limits(planted);
   Stream sending("sending");
   Stream receiving("receiving");
   Stream compute("compute");
@@ -174,7 +174,7 @@ void one_hardware_queue(Rank& rank, bool planted) {
 // With NCCL_LAUNCH_ORDER_IMPLICIT, kernels start in the order of issue. Rank 0 answers (up) what it is asked (down),
 // and asks something itself (early), on which the question to it depends: issued after the answer, it never starts.
 void a_launch_order_that_contradicts_the_data(Rank& rank, bool planted) {
-  patience(planted);
+  set_limits(planted);
   ::setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 1);
   Stream first("down");
   Stream second("up");
@@ -217,7 +217,7 @@ void a_launch_order_that_contradicts_the_data(Rank& rank, bool planted) {
 
 // Below CUDA 12.3 each of those kernels even waits for the end of the one before: no receive can be posted early.
 void a_serial_launch_order(Rank& rank, bool planted) {
-  patience(planted);
+  set_limits(planted);
   knob("driver", planted ? 12020 : 12030);
   ::setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 1);
   Stream sending("sending");
@@ -241,7 +241,7 @@ void a_serial_launch_order(Rank& rank, bool planted) {
 
 // The first use of an edge waits for the peer's: two ranks that connect two communicators in different orders.
 void connections_in_different_orders(Rank& rank, bool planted) {
-  patience(planted);
+  set_limits(planted);
   Stream wire("wire");
   const DeviceMemory memory(small);
   Communicator one(rank, "one");

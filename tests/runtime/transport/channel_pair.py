@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pypipe import _core
+from pypipe.program import Kind
 from pypipe.runtime.transport.channel import ReceiveChannel, SendChannel
 from pypipe.runtime.transport.links.shm import ShmReceiveChannel, ShmSendChannel
 from pypipe.runtime.transport.trees import TensorSpec
 
-FORWARD, BACKWARD = ord("F"), ord("B")
-PATIENCE = _core.Patience(20.0, 100)
+WAIT_POLICY = _core.WaitPolicy(20.0, 100)
 
 _ALL = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 # A quantized dtype needs a scale, so its tensors cannot be sent; torch has no copy kernel for integers of odd widths.
@@ -218,16 +218,16 @@ class Pair:
 
     def __init__(self, hubs: tuple[_core.Hub, _core.Hub], slots: int, channels: int) -> None:
         capacity = slots * channels
-        send_link = _core.ShmSendLink(hubs[0], 1, 7, capacity, PATIENCE)
-        receive_link = _core.ShmReceiveLink(hubs[1], 0, 7, capacity, PATIENCE)
+        send_link = _core.ShmSendLink(hubs[0], 1, 7, capacity, WAIT_POLICY)
+        receive_link = _core.ShmReceiveLink(hubs[1], 0, 7, capacity, WAIT_POLICY)
         self.slots = slots
         self.senders: list[SendChannel] = []
         self.receivers: list[ReceiveChannel] = []
         for number in range(channels):
-            sender = _core.SendChannel(hubs[0], send_link, 1, number, slots)
-            receiver = _core.ReceiveChannel(hubs[1], receive_link, 0, number, slots)
-            self.senders.append(ShmSendChannel(sender, PATIENCE, number, FORWARD))
-            self.receivers.append(ShmReceiveChannel(receiver, PATIENCE, number, FORWARD))
+            sender = _core.ChannelSender(hubs[0], send_link, 1, number, slots)
+            receiver = _core.ChannelReceiver(hubs[1], receive_link, 0, number, slots)
+            self.senders.append(ShmSendChannel(sender, WAIT_POLICY, number, Kind.F))
+            self.receivers.append(ShmReceiveChannel(receiver, WAIT_POLICY, number, Kind.F))
 
     @property
     def sender(self) -> SendChannel:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from pypipe import _core
 from pypipe.errors import LayoutError
+from pypipe.program import Kind
 from pypipe.runtime.transport import trees
 from pypipe.runtime.transport.lease import Lease
 
@@ -379,7 +380,7 @@ def test_a_message_of_another_microbatch_is_a_mismatch_that_names_both(microbatc
 
 def test_a_message_of_another_stage_or_kind_is_a_mismatch_that_names_both() -> None:
     with channel_pair.channel_pair(slots=2) as pair:
-        pair.sender._stage, pair.sender._kind = 3, channel_pair.BACKWARD
+        pair.sender._stage, pair.sender._kind = 3, Kind.B.order
         pair.sender.send(torch.ones(1), 4, 0, 0)
         with pytest.raises(_core.CoreError, match="rank 0 sent 3SEND_B4 where 0SEND_F4 was expected") as caught:
             pair.receiver.receive(4, training=False)

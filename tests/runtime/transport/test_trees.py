@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pypipe.errors import LayoutError, MismatchError
+from pypipe.program import Kind
 from pypipe.runtime.transport import trees
 from pypipe.runtime.transport.channel import Tag
 
@@ -353,7 +354,7 @@ def test_a_layout_that_is_larger_than_its_message_is_refused(shape: tuple[int, .
     with channel_pair.channel_pair() as pair:
         port = pair.sender
         handle = port.announce(trees.encode(("T", "float64", shape, None, False)), [8], 0)
-        port.transfer(handle, Tag(0, channel_pair.FORWARD, 0, 0, 0), [torch.ones(1, dtype=torch.float64)])
+        port.transfer(handle, Tag(0, Kind.F.order, 0, 0, 0), [torch.ones(1, dtype=torch.float64)])
         with pytest.raises(MismatchError):
             pair.receiver.receive(0, training=False)
 
@@ -362,6 +363,6 @@ def test_a_layout_that_is_larger_than_its_message_but_not_than_its_slot_is_refus
     with channel_pair.channel_pair() as pair:
         port = pair.sender
         handle = port.announce(trees.encode(("T", "float64", (2,), None, False)), [8], 0)
-        port.transfer(handle, Tag(0, channel_pair.FORWARD, 0, 0, 0), [torch.ones(1, dtype=torch.float64)])
+        port.transfer(handle, Tag(0, Kind.F.order, 0, 0, 0), [torch.ones(1, dtype=torch.float64)])
         with pytest.raises(MismatchError):
             pair.receiver.receive(0, training=False)

@@ -11,7 +11,6 @@ Work, or with the script (works.py).
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 from collections import deque
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from pypipe import _core
 from pypipe.errors import LayoutError, PipelineError, PipelineTimeout
-from pypipe.program import Link
+from pypipe.program import Kind, Link
 from pypipe.runtime.transport.channel import ReceiveChannel, SendChannel, Tag
 from pypipe.runtime.transport.inputs import Inputs
 from pypipe.runtime.transport.kept_tensors import has_shared_storage
@@ -53,7 +52,7 @@ class Route:
         device: where tensors live.
         buffers: where messages lie as the backend sends and receives them; the same kind of device at both ends, since
             it decides which of the group's backends carries them.
-        patience: how long to wait.
+        wait_policy: how long to wait.
     """
 
     hub: _core.Hub
@@ -64,7 +63,7 @@ class Route:
     slots: int
     device: torch.device
     buffers: torch.device
-    patience: _core.Patience
+    wait_policy: _core.WaitPolicy
 
     @property
     def global_peer(self) -> int:
@@ -97,11 +96,11 @@ class _Completion:
             with contextlib.suppress(_core.CoreError):
                 _let_hub_speak(route)
                 text = f"sending to rank {route.peer} through torch.distributed failed: {error}"
-                hub.abort(json.dumps({"kind": "link", "rank": hub.rank, "message": text[:10_000]}))
+                hub.abort(_core.Cause(_core.CauseKind.LINK, hub.rank, message=text))
 
     def wait(self, route: Route, what: str) -> None:
         """Waits, and raises what the hub knows rather than what the backend says where both fail."""
-        deadline = time.monotonic() + route.patience.timeout
+        deadline = time.monotonic() + route.wait_policy.timeout
         while not self.done.wait(_SLICE_SECONDS):
             try:
                 route.hub.check(route.peer)
@@ -110,10 +109,10 @@ class _Completion:
                     raise
                 # It left in good order, so its bytes are under way.
             if time.monotonic() >= deadline:
-                if route.patience.prolong():
-                    deadline = time.monotonic() + route.patience.timeout
+                if route.wait_policy.prolong():
+                    deadline = time.monotonic() + route.wait_policy.timeout
                     continue
-                raise PipelineTimeout(f"{what} rank {route.peer} did not end in {route.patience.timeout:g} s")
+                raise PipelineTimeout(f"{what} rank {route.peer} did not end in {route.wait_policy.timeout:g} s")
         if self.error is not None:
             _let_hub_speak(route)
             raise PipelineError(
@@ -157,7 +156,7 @@ class _Pending(NamedTuple):
 class C10dSendChannel(SendChannel):
     """The sending end: packs a message into a buffer of its own and lets the backend take it from there."""
 
-    def __init__(self, route: Route, stage: int, kind: int, checksum: bool = False) -> None:
+    def __init__(self, route: Route, stage: int, kind: Kind, checksum: bool = False) -> None:
         super().__init__(stage, kind, checksum)
         self._route = route
         self._announcer = _core.LayoutAnnouncer(route.hub, route.peer, route.channel)
@@ -188,7 +187,7 @@ class C10dSendChannel(SendChannel):
     def announce(self, description: str, sizes: list[int], forgotten: int) -> _Layout:
         """Announces a layout."""
         offsets = _core.pack(sizes)
-        number = self._announcer.announce(description, offsets[-1], forgotten, self._route.patience)
+        number = self._announcer.announce(description, offsets[-1], forgotten, self._route.wait_policy)
         self._counters["layouts"] += 1
         return _Layout(number, tuple(offsets[:-1]), offsets[-1])
 
@@ -211,9 +210,9 @@ class C10dSendChannel(SendChannel):
                 memory = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
                 buffer[offset : offset + memory.numel()].copy_(memory)
         envelope = _core.Envelope(
-            tag.stage, tag.kind, tag.microbatch, layout.id, layout.bytes, tag.rows, tag.batch_rows
+            tag.stage, tag.kind, tag.microbatch, layout.id, tag.evaluates, layout.bytes, tag.rows, tag.batch_rows
         )
-        route.hub.send_envelope(route.peer, envelope, route.channel, route.patience)
+        route.hub.send_envelope(route.peer, envelope, route.channel, route.wait_policy)
         if layout.bytes:
             with _as_pipeline_error("sending to", route):
                 work = dist.isend(buffer[: layout.bytes], route.global_peer, route.group, route.tag)
@@ -266,7 +265,7 @@ class _Slot:
 class C10dReceiveChannel(ReceiveChannel):
     """The receiving end: as many buffers as the channel has slots, made when the first layout is known."""
 
-    def __init__(self, route: Route, source_stage: int, kind: int, checksum: bool = False) -> None:
+    def __init__(self, route: Route, source_stage: int, kind: Kind, checksum: bool = False) -> None:
         super().__init__(source_stage, kind, checksum)
         self._route = route
         self._book = _core.LayoutBook(route.hub, route.peer, route.channel)
@@ -290,7 +289,7 @@ class C10dReceiveChannel(ReceiveChannel):
     def _drain(self) -> None:
         """Receives what was sent and nobody will use: the sender's Work ends with its receive only, if it lives."""
         route = self._route
-        at_once = _core.Patience(0.0)
+        at_once = _core.WaitPolicy(0.0)
         with contextlib.suppress(Exception):
             while True:  # until there is none
                 size = route.hub.take_envelope(route.peer, route.channel, at_once).bytes
@@ -312,8 +311,8 @@ class C10dReceiveChannel(ReceiveChannel):
     def wait(self, tag: Tag) -> _Slot:
         """Waits for the message of this tag."""
         route = self._route
-        envelope = route.hub.take_envelope(route.peer, route.channel, route.patience)
-        _core.check_tag(envelope, route.channel, tag.stage, tag.kind, tag.microbatch, route.peer)
+        envelope = route.hub.take_envelope(route.peer, route.channel, route.wait_policy)
+        _core.check_tag(envelope, route.channel, tag.stage, tag.kind, tag.microbatch, tag.evaluates, route.peer)
         if envelope.bytes > self._slot_bytes:
             self._grow(envelope.bytes)
         slot = _Slot(envelope, self._free.pop())
@@ -339,7 +338,7 @@ class C10dReceiveChannel(ReceiveChannel):
 
     def description(self, layout: int) -> str:
         """The announced description."""
-        return self._book.description(layout, self._route.patience)
+        return self._book.description(layout, self._route.wait_policy)
 
     def tensor(self, message: _Slot, spec: TensorSpec, offset: int) -> Tensor:
         """A view of the slot, with a version counter of its own."""
@@ -401,7 +400,7 @@ class C10dTransport(Transport):
         same = self._meeting.cards[peer]["device"] == self._device.type
         buffers = self._device if same else torch.device("cpu")
         return Route(
-            self._hub, self._world.group, peer, place.number, tag, place.slots, self._device, buffers, self._patience
+            self._hub, self._world.group, peer, place.number, tag, place.slots, self._device, buffers, self._wait_policy
         )
 
     def send_channel(self, place: Place) -> C10dSendChannel:

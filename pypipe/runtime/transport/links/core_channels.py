@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from pypipe import _core
+from pypipe.program import Kind
 from pypipe.runtime.transport.channel import ReceiveChannel, SendChannel, Tag
 
 __all__ = ["CoreReceiveChannel", "CoreSendChannel"]
@@ -18,36 +19,37 @@ class CoreSendChannel(SendChannel):
 
     Args:
         core: the core's end.
-        patience: how long to wait.
+        wait_policy: how long to wait.
         stage, kind, checksum: as for SendChannel.
     """
 
     def __init__(
-        self, core: _core.SendChannel, patience: _core.Patience, stage: int, kind: int, checksum: bool = False
+        self, core: _core.ChannelSender, wait_policy: _core.WaitPolicy, stage: int, kind: Kind, checksum: bool = False
     ) -> None:
         super().__init__(stage, kind, checksum)
         self._core = core
-        self._patience = patience
+        self._wait_policy = wait_policy
 
     @property
     def counters(self) -> dict[str, int]:
         return self._core.counters
 
-    def announce(self, description: str, sizes: list[int], forgotten: int) -> _core.SendLayout:
-        return self._core.announce(description, sizes, forgotten, self._patience)
+    def announce(self, description: str, sizes: list[int], forgotten: int) -> _core.OutgoingLayout:
+        return self._core.announce(description, sizes, forgotten, self._wait_policy)
 
-    def _transfer(self, layout: _core.SendLayout, tag: Tag, tensors: Sequence[Tensor], stream: int) -> int:
+    def _transfer(self, layout: _core.OutgoingLayout, tag: Tag, tensors: Sequence[Tensor], stream: int) -> int:
         """Sends what the stream will have written into the tensors; returns the message's number."""
         return self._core.send(
             layout,
             tag.stage,
             tag.kind,
             tag.microbatch,
+            tag.evaluates,
             tag.rows,
             tag.batch_rows,
             [tensor.data_ptr() for tensor in tensors],
             stream,
-            self._patience,
+            self._wait_policy,
         )
 
 
@@ -56,28 +58,28 @@ class CoreReceiveChannel(ReceiveChannel):
 
     Args:
         core: the core's end.
-        patience: how long to wait.
+        wait_policy: how long to wait.
         source_stage, kind, checksum: as for ReceiveChannel.
     """
 
     def __init__(
         self,
-        core: _core.ReceiveChannel,
-        patience: _core.Patience,
+        core: _core.ChannelReceiver,
+        wait_policy: _core.WaitPolicy,
         source_stage: int,
-        kind: int,
+        kind: Kind,
         checksum: bool = False,
     ) -> None:
         super().__init__(source_stage, kind, checksum)
         self._core = core
-        self._patience = patience
+        self._wait_policy = wait_policy
 
     @property
     def counters(self) -> dict[str, int]:
         return self._core.counters
 
     def description(self, layout: int) -> str:
-        return self._core.description(layout, self._patience)
+        return self._core.description(layout, self._wait_policy)
 
     def lies_in(self, message: Any, tensor: Tensor) -> bool:
         holds: bool = message.holds(tensor.data_ptr())

@@ -105,24 +105,24 @@ class NcclSendChannel(CoreSendChannel):
 
     Args:
         device: where the sending stage lives.
-        core, patience, stage, kind, checksum: as for CoreSendChannel.
+        core, wait_policy, stage, kind, checksum: as for CoreSendChannel.
     """
 
     def __init__(
         self,
         device: torch.device,
-        core: _core.SendChannel,
-        patience: _core.Patience,
+        core: _core.ChannelSender,
+        wait_policy: _core.WaitPolicy,
         stage: int,
-        kind: int,
+        kind: Kind,
         checksum: bool = False,
     ) -> None:
-        super().__init__(core, patience, stage, kind, checksum)
+        super().__init__(core, wait_policy, stage, kind, checksum)
         self._device = device
         self._leaving: deque[tuple[int, Sequence[Tensor]]] = deque()
         self._on_gpu = device.type == "cuda"
 
-    def transfer(self, layout: _core.SendLayout, tag: Tag, tensors: Sequence[Tensor]) -> None:
+    def transfer(self, layout: _core.OutgoingLayout, tag: Tag, tensors: Sequence[Tensor]) -> None:
         device = self._device
         for tensor in tensors:
             if tensor.is_cuda is not self._on_gpu:
@@ -147,7 +147,7 @@ class NcclReceiveChannel(CoreReceiveChannel):
     Args:
         memory: what the slots were allocated from.
         device: where the receiving stage lives.
-        core, patience, source_stage, kind, checksum: as for CoreReceiveChannel.
+        core, wait_policy, source_stage, kind, checksum: as for CoreReceiveChannel.
     """
 
     posts = True
@@ -156,24 +156,24 @@ class NcclReceiveChannel(CoreReceiveChannel):
         self,
         memory: Memory,
         device: torch.device,
-        core: _core.ReceiveChannel,
-        patience: _core.Patience,
+        core: _core.ChannelReceiver,
+        wait_policy: _core.WaitPolicy,
         source_stage: int,
-        kind: int,
+        kind: Kind,
         checksum: bool = False,
     ) -> None:
-        super().__init__(core, patience, source_stage, kind, checksum)
+        super().__init__(core, wait_policy, source_stage, kind, checksum)
         self._slots = memory
         self._device = device
 
     def post(self, microbatch: int) -> None:
         """Starts the receives of what has been announced, as far as slots are free."""
-        self._core.post(current_stream(self._device), self._patience)
+        self._core.post(current_stream(self._device), self._wait_policy)
 
     def wait(self, tag: Tag) -> _core.Message:
         """The next message: waits for its announcement only; the current stream waits for its bytes."""
         stream = current_stream(self._device)
-        return self._core.receive(tag.stage, tag.kind, tag.microbatch, stream, self._patience)
+        return self._core.receive(tag.stage, tag.kind, tag.microbatch, tag.evaluates, stream, self._wait_policy)
 
     def tensor(self, message: Any, spec: TensorSpec, offset: int) -> Tensor:
         tensor = torch.empty(0, dtype=spec.dtype, device=self._device)
@@ -260,45 +260,47 @@ class NcclTransport(Transport):
         rank = ends.index(self._world.rank)
         if rank == 0:
             self._world.publish(where, self._nccl.unique_id().hex())
-        deadline = time.monotonic() + self._patience.timeout
+        deadline = time.monotonic() + self._wait_policy.timeout
         unique_id = bytes.fromhex(read_all(self._world, self._prefix, {ends[0]: where}, deadline)[ends[0]])
         edge = self._edges[key] = _core.NcclEdge(
             self._cuda,
             self._nccl,
             unique_id,
             rank,
-            _core.NcclTraffic.ONE_WAY if self._group is None else _core.NcclTraffic.BOTH_WAYS,
+            _core.NcclDirection.ONE_WAY if self._group is None else _core.NcclDirection.BOTH_WAYS,
             name,
             self._MIN_CTAS,
             max_ctas(),
-            self._patience,
+            self._wait_policy,
         )
         return edge
 
     def issue(self) -> None:
         if self._group is not None:
-            self._group.issue(self._patience)
+            self._group.issue(self._wait_policy)
 
     def _watch(self) -> None:
         if self._watchdog is None:
             edges = list(self._edges.values())
             self._watchdog = _core.NcclWatchdog(
-                self._hub, edges, _transfer_limit(self._patience.timeout), self._world.size
+                self._hub, edges, _transfer_limit(self._wait_policy.timeout), self._world.size
             )
 
     def send_channel(self, place: Place) -> NcclSendChannel:
         self._watch()
-        core = _core.SendChannel(self._hub, self._links[place.link], place.link.target_rank, place.number, place.slots)
-        return NcclSendChannel(self._device, core, self._patience, *place.sent)
+        core = _core.ChannelSender(
+            self._hub, self._links[place.link], place.link.target_rank, place.number, place.slots
+        )
+        return NcclSendChannel(self._device, core, self._wait_policy, *place.sent)
 
     def receive_channel(self, place: Place) -> NcclReceiveChannel:
         self._watch()
         source = place.link.source_rank
-        core = _core.ReceiveChannel(self._hub, self._links[place.link], source, place.number, place.slots)
-        return NcclReceiveChannel(self._memory, self._device, core, self._patience, *place.sent)
+        core = _core.ChannelReceiver(self._hub, self._links[place.link], source, place.number, place.slots)
+        return NcclReceiveChannel(self._memory, self._device, core, self._wait_policy, *place.sent)
 
     def close(self) -> None:
         if self._watchdog is not None:
             with contextlib.suppress(Exception):
-                self._watchdog.close(_core.Patience(self._CLOSING_SECONDS))
+                self._watchdog.close(_core.WaitPolicy(self._CLOSING_SECONDS))
         self._links, self._edges, self._group = {}, {}, None

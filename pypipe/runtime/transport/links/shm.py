@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pypipe import _core
 from pypipe.errors import LayoutError
-from pypipe.program import Link
+from pypipe.program import Kind, Link
 from pypipe.runtime.transport.channel import IncomingLayout, Tag
 from pypipe.runtime.transport.gradients import Gradients, LentGradients
 from pypipe.runtime.transport.inputs import Inputs, WatchedInputs
@@ -27,12 +27,12 @@ class ShmSendChannel(CoreSendChannel):
     """The sending end: one copy, into a free slot of the receiver."""
 
     def __init__(
-        self, core: _core.SendChannel, patience: _core.Patience, stage: int, kind: int, checksum: bool = False
+        self, core: _core.ChannelSender, wait_policy: _core.WaitPolicy, stage: int, kind: Kind, checksum: bool = False
     ) -> None:
-        super().__init__(core, patience, stage, kind, checksum)
+        super().__init__(core, wait_policy, stage, kind, checksum)
         self.has_room: Callable[[], bool] = core.has_room  # one call less a message
 
-    def transfer(self, layout: _core.SendLayout, tag: Tag, tensors: Sequence[Tensor]) -> None:
+    def transfer(self, layout: _core.OutgoingLayout, tag: Tag, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             if not tensor.is_cpu:
                 raise LayoutError(
@@ -53,13 +53,13 @@ class ShmReceiveChannel(CoreReceiveChannel):
 
     def __init__(
         self,
-        core: _core.ReceiveChannel,
-        patience: _core.Patience,
+        core: _core.ChannelReceiver,
+        wait_policy: _core.WaitPolicy,
         source_stage: int,
-        kind: int,
+        kind: Kind,
         checksum: bool = False,
     ) -> None:
-        super().__init__(core, patience, source_stage, kind, checksum)
+        super().__init__(core, wait_policy, source_stage, kind, checksum)
         self._layout: IncomingLayout | None = None  # that tensors are kept and made ahead for
         self._last: Any = None  # message
         self._memory = 0  # that these slots lie in
@@ -90,7 +90,7 @@ class ShmReceiveChannel(CoreReceiveChannel):
             self._last = None
             tensors = self._copies_on_slot(last, layout)
             self._ahead[last.pointer] = tensors, layout.enter(tensors)
-        return self._core.receive(tag.stage, tag.kind, tag.microbatch, _HOST, self._patience)
+        return self._core.receive(tag.stage, tag.kind, tag.microbatch, tag.evaluates, _HOST, self._wait_policy)
 
     def _open(
         self, message: Any, layout: IncomingLayout, *, training: bool
@@ -164,17 +164,19 @@ class ShmTransport(Transport):
     def open(self, number: int, link: Link, slots: dict[int, int], *, sends: bool) -> None:
         kind = _core.ShmSendLink if sends else _core.ShmReceiveLink
         peer = link.target_rank if sends else link.source_rank
-        self._links[link] = kind(self._hub, peer, number, sum(slots.values()), self._patience)
+        self._links[link] = kind(self._hub, peer, number, sum(slots.values()), self._wait_policy)
 
     def send_channel(self, place: Place) -> ShmSendChannel:
-        core = _core.SendChannel(self._hub, self._links[place.link], place.link.target_rank, place.number, place.slots)
-        return ShmSendChannel(core, self._patience, *place.sent)
+        core = _core.ChannelSender(
+            self._hub, self._links[place.link], place.link.target_rank, place.number, place.slots
+        )
+        return ShmSendChannel(core, self._wait_policy, *place.sent)
 
     def receive_channel(self, place: Place) -> ShmReceiveChannel:
-        core = _core.ReceiveChannel(
+        core = _core.ChannelReceiver(
             self._hub, self._links[place.link], place.link.source_rank, place.number, place.slots
         )
-        return ShmReceiveChannel(core, self._patience, *place.sent)
+        return ShmReceiveChannel(core, self._wait_policy, *place.sent)
 
     def close(self) -> None:
         self._links = {}  # the kernel frees the memory with its last mapping

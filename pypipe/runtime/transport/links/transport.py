@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from pypipe import _core
-from pypipe.program import Channel, Link
+from pypipe.program import Channel, Kind, Link
 from pypipe.runtime.rendezvous.meeting import Card, Meeting
 from pypipe.runtime.rendezvous.world import World
 from pypipe.runtime.transport.channel import ReceiveChannel, SendChannel
@@ -37,9 +37,9 @@ class Place(NamedTuple):
     checksum: bool
 
     @property
-    def sent(self) -> tuple[int, int, bool]:
+    def sent(self) -> tuple[int, Kind, bool]:
         """What is sent there: the sender's stage, its kind of message, and whether with checksums."""
-        return self.channel.source_stage, ord(self.channel.kind.label), self.checksum
+        return self.channel.source_stage, self.channel.kind, self.checksum
 
 
 class Transport(ABC):
@@ -49,7 +49,7 @@ class Transport(ABC):
         world: the ranks.
         meeting: how they met.
         device: where the stages of this rank live.
-        patience: how long to wait.
+        wait_policy: how long to wait.
     """
 
     name: ClassVar[str]
@@ -59,12 +59,12 @@ class Transport(ABC):
     closes_last: ClassVar[bool] = False
     """Whether the links of all other transports are closed before."""
 
-    def __init__(self, world: World, meeting: Meeting, device: torch.device, patience: _core.Patience) -> None:
+    def __init__(self, world: World, meeting: Meeting, device: torch.device, wait_policy: _core.WaitPolicy) -> None:
         self._world = world
         self._meeting = meeting
         self._hub = meeting.hub
         self._device = device
-        self._patience = patience
+        self._wait_policy = wait_policy
         self.holds_back = False
         """Whether transfers go out with issue() only."""
 

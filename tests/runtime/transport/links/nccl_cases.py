@@ -17,6 +17,7 @@ from models import make, twins, unpipelined
 from torch import nn
 
 import pypipe
+from pypipe.program import Kind
 from pypipe.runtime.transport.channel import Tag
 from pypipe.runtime.transport.links import nccl
 
@@ -170,7 +171,7 @@ def beside_an_empty_one(rank: int, size: int, group: Any) -> list[str]:
     loop = self_loop.SelfLoop(torch.device("cpu"))
     try:
         sender, receiver = loop.channel(2)
-        tag = Tag(0, self_loop.FORWARD, 0, 0, 0)
+        tag = Tag(0, Kind.F.order, 0, 0, 0)
         layout = sender.announce("{}", [10, 0], 0)
         receiver.post(0)
         sender.transfer(layout, tag, [tensor, torch.empty(0, dtype=torch.uint8)])

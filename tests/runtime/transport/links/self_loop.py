@@ -21,8 +21,6 @@ from pypipe.runtime.batch.batch import Batch, ChunkSpecs
 from pypipe.runtime.step.stage_execution import StageExecution
 from pypipe.runtime.transport.links.nccl import Memory, NcclReceiveChannel, NcclSendChannel
 
-FORWARD, BACKWARD = ord("F"), ord("B")
-
 
 class SelfLoop:
     """Two ends of a pipeline in one process, an edge from the process to itself, and channels over it."""
@@ -32,7 +30,7 @@ class SelfLoop:
             torch.cuda.set_device(device)
             torch.empty(1, device=device)  # makes the device's context current
         self.device = device
-        self.patience = _core.Patience(timeout)
+        self.wait_policy = _core.WaitPolicy(timeout)
         self.hubs = (_core.Hub(0), _core.Hub(1))
         for hub, end, peer in zip(self.hubs, socket.socketpair(), (1, 0), strict=True):
             end.setblocking(False)
@@ -41,7 +39,7 @@ class SelfLoop:
             hub.start()
         cuda, nccl = libraries.cuda(), libraries.nccl()
         self.edge = _core.NcclEdge(
-            cuda, nccl, nccl.unique_id(), 0, _core.NcclTraffic.TO_ITSELF, "pypipe self", 1, 4, self.patience
+            cuda, nccl, nccl.unique_id(), 0, _core.NcclDirection.TO_ITSELF, "pypipe self", 1, 4, self.wait_policy
         )
         self.group = _core.NcclGroup()
         self.watchdog = _core.NcclWatchdog(self.hubs[0], [self.edge], timeout, 1)
@@ -49,7 +47,7 @@ class SelfLoop:
         self._links: list[Any] = []
 
     def channel(
-        self, slots: int, stage: int = 0, kind: int = FORWARD, *, backwards: bool = False
+        self, slots: int, stage: int = 0, kind: Kind = Kind.F, *, backwards: bool = False
     ) -> tuple[NcclSendChannel, NcclReceiveChannel]:
         """The two ends of a new channel on a link of its own."""
         number = len(self._links)
@@ -60,20 +58,20 @@ class SelfLoop:
             there, here_rank(backwards), number, self.edge, allocate, [(number, slots)], self.group
         )
         self._links.append((send_link, receive_link))
-        sender = _core.SendChannel(here, send_link, there_rank(backwards), number, slots)
-        receiver = _core.ReceiveChannel(there, receive_link, here_rank(backwards), number, slots)
+        sender = _core.ChannelSender(here, send_link, there_rank(backwards), number, slots)
+        receiver = _core.ChannelReceiver(there, receive_link, here_rank(backwards), number, slots)
         return (
-            NcclSendChannel(self.device, sender, self.patience, stage, kind),
-            NcclReceiveChannel(self._memory, self.device, receiver, self.patience, stage, kind),
+            NcclSendChannel(self.device, sender, self.wait_policy, stage, kind),
+            NcclReceiveChannel(self._memory, self.device, receiver, self.wait_policy, stage, kind),
         )
 
     def issue(self) -> None:
         """What was sent and posted goes out."""
-        self.group.issue(self.patience)
+        self.group.issue(self.wait_policy)
 
     def close(self) -> None:
         """Takes the communicator and the sockets down."""
-        self.watchdog.close(self.patience)
+        self.watchdog.close(self.wait_policy)
         for hub in self.hubs:
             hub.close()
 
@@ -114,8 +112,8 @@ def train(device: torch.device, model: str, n_stages: int, n_microbatches: int, 
 
 def _stages(loop: SelfLoop, modules: Sequence[Any], loss_fn: Any, n_microbatches: int) -> list[StageExecution]:
     last = len(modules) - 1
-    forward = [loop.channel(n_microbatches, number, FORWARD) for number in range(last)]
-    backward = [loop.channel(n_microbatches, number + 1, BACKWARD, backwards=True) for number in range(last)]
+    forward = [loop.channel(n_microbatches, number, Kind.F) for number in range(last)]
+    backward = [loop.channel(n_microbatches, number + 1, Kind.B, backwards=True) for number in range(last)]
     return [
         StageExecution(
             module,

@@ -32,7 +32,7 @@ class _Hub:
 
 
 def _route(hub: _Hub) -> Any:
-    return SimpleNamespace(hub=hub, peer=1, patience=_core.Patience(5.0))
+    return SimpleNamespace(hub=hub, peer=1, wait_policy=_core.WaitPolicy(5.0))
 
 
 def _failed(hub: _Hub) -> Any:
