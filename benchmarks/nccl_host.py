@@ -127,6 +127,7 @@ def _rank(rank: int, folder: str, messages: int) -> dict[str, float]:
     import torch.distributed as dist
 
     from pypipe.program import Channel, Kind, Link
+    from pypipe.runtime.rendezvous.config import Config
     from pypipe.runtime.rendezvous.world import find_world
     from pypipe.runtime.transport.channel import Tag
     from pypipe.runtime.transport.connection import connect
@@ -136,7 +137,7 @@ def _rank(rank: int, folder: str, messages: int) -> dict[str, float]:
     forward, backward = Channel(Kind.F, 0, 1), Channel(Kind.B, 1, 0)
     links = {forward: Link(Kind.F, 0, 1), backward: Link(Kind.B, 1, 0)}
     connection = connect(
-        find_world(), torch.device("cpu"), links, {forward: BATCH, backward: 1}, {}, lambda cards: None, 600.0
+        find_world(), torch.device("cpu"), links, {forward: BATCH, backward: 1}, Config(), lambda configs: None, 600.0
     )
     there, back = Tag(0, Kind.F.order, 0, 1, 1), Tag(1, Kind.B.order, 0, 1, 1)
     tensor = torch.zeros(BYTES, dtype=torch.uint8)

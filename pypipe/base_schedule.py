@@ -16,8 +16,9 @@ from pypipe.runtime.batch.batch import ChunkSpecs
 from pypipe.runtime.diagnostics.checks import wanted
 from pypipe.runtime.diagnostics.trace import Trace
 from pypipe.runtime.environment import read
+from pypipe.runtime.rendezvous.config import Config
+from pypipe.runtime.rendezvous.exchange import refuse
 from pypipe.runtime.rendezvous.liveness import declare
-from pypipe.runtime.rendezvous.meeting import refuse
 from pypipe.runtime.rendezvous.world import World, find_world
 from pypipe.runtime.step.fitting import Fitted, fit
 from pypipe.runtime.step.pipeline import Pipeline
@@ -116,13 +117,13 @@ class Schedule:
             device=given[0].device,
             pieces=[(stage.stage_index, stage.submod) for stage in given],
             fitted=fitted,
-            card={
-                "version": _VERSION,
-                "num_stages": given[0].num_stages,
-                "schedule": self._kind(program),
-                "communicators": "one for each pair of ranks" if single else "one for each link",
-                "max_ctas": ctas,
-            },
+            config=Config(
+                version=_VERSION,
+                num_stages=given[0].num_stages,
+                schedule=self._kind(program),
+                communicators="one for each pair of ranks" if single else "one for each link",
+                max_ctas=ctas,
+            ),
             n_microbatches=n_microbatches,
             loss=loss_fn,
             scale_grads=bool(scale_grads),
@@ -147,7 +148,7 @@ class Schedule:
         settings = self._settings
         cut = self._pipeline.first_batch
         return (
-            f"{settings.card['schedule']}({settings.where}, n_microbatches={settings.n_microbatches}"
+            f"{settings.config.schedule}({settings.where}, n_microbatches={settings.n_microbatches}"
             f"{settings.specs.describe()})" + (f", which cut {cut}" if cut else "")
         )
 
@@ -156,7 +157,7 @@ class Schedule:
         """What step() runs, with its transfers; after the first step or eval, with what replicated stages add to it."""
         program = self._pipeline.program
         if program is None:
-            raise ConfigurationError(f"{self._settings.where}: {self._settings.fitted.misfit}")
+            raise ConfigurationError(f"{self._settings.where}: {self._settings.fitted.mismatch}")
         return program
 
     @property

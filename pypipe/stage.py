@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pypipe.errors import ConfigurationError
-from pypipe.runtime.rendezvous.meeting import refuse
+from pypipe.runtime.rendezvous.exchange import refuse
 from pypipe.runtime.rendezvous.world import find_world
 
 __all__ = ["PipelineStage"]

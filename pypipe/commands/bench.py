@@ -153,6 +153,7 @@ def measure(world: Any, sizes: Sequence[int] = SIZES, only: tuple[int, int] | No
     import torch
 
     from pypipe.program import Channel, Kind, Link
+    from pypipe.runtime.rendezvous.config import Config
     from pypipe.runtime.transport.connection import connect
 
     ranks = range(world.size)
@@ -160,8 +161,10 @@ def measure(world: Any, sizes: Sequence[int] = SIZES, only: tuple[int, int] | No
     ways = [way for a, b in pairs for way in ((a, b), (b, a))]
     links = {Channel(Kind.F, a, b): Link(Kind.F, a, b) for a, b in ways}
     slots = dict.fromkeys(links, _SLOTS)
-    connection = connect(world, torch.device("cpu"), links, slots, {"schedule": "bench"}, lambda cards: None, _TIMEOUT)
-    prefix = f"pypipe/bench/{world.name}/{world.meetings()}"
+    connection = connect(
+        world, torch.device("cpu"), links, slots, Config(schedule="bench"), lambda configs: None, _TIMEOUT
+    )
+    prefix = f"pypipe/bench/{world.name}/{world.rendezvous()}"
     measured = []
     try:
         for number, (a, b) in enumerate(pairs):

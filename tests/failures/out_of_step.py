@@ -47,7 +47,7 @@ def one_never_starts(rank: int, size: int, group: Any, absent: int) -> tuple[str
 
 
 def deadlines_differ(rank: int, size: int, group: Any) -> tuple[list[str], list[str]]:
-    """Rank 0 gives up twice; rank 1 waits on, at the meeting that rank 0 left; the last rank comes late."""
+    """Rank 0 gives up twice; rank 1 waits on, at the rendezvous that rank 0 left; the last rank comes late."""
     said = []
     if rank == 0:
         said = [_start(rank, size, group, 0.3), _start(rank, size, group, 0.3)]

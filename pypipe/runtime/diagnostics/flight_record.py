@@ -27,15 +27,15 @@ def find(folder: Path) -> dict[int, Record]:
     Raises:
         FlightError: there is no record, or one cannot be read.
     """
-    meetings: dict[str, list[Path]] = defaultdict(list)
+    pipelines: dict[str, list[Path]] = defaultdict(list)
     for path in folder.glob(f"*{SUFFIX}"):
-        meetings[path.name.rsplit("-rank-", 1)[0]].append(path)
-    if not meetings:
+        pipelines[path.name.rsplit("-rank-", 1)[0]].append(path)
+    if not pipelines:
         raise FlightError(
             f"{folder} holds no record: run the pipeline with PYPIPE_RECORD_DIR={folder}. Records of pipelines that "
             "ended well are removed"
         )
-    latest = max(meetings.values(), key=lambda paths: max(path.stat().st_mtime for path in paths))
+    latest = max(pipelines.values(), key=lambda paths: max(path.stat().st_mtime for path in paths))
     try:
         records = [read(path) for path in latest]
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline must agree on before they connect: each writes a card, and all compare all cards."""
+"""What the ranks of a pipeline must agree on before they connect: each compares the configs of all."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from pypipe.errors import ConfigurationError
 from pypipe.program import Program
+from pypipe.runtime.rendezvous.config import Config
 from pypipe.runtime.rendezvous.equal_parameters import compare_parameters
-from pypipe.runtime.rendezvous.meeting import Card
 
 __all__ = ["comparison", "held_stages", "pieces"]
 
@@ -56,38 +56,38 @@ def held_stages(program: Program, rank: int, given: Sequence[int]) -> dict[int, 
     return held
 
 
-def comparison(program: Program | None, misfit: str | None) -> Callable[[Sequence[Card]], None]:
-    """The comparison of all cards, which raises the same ConfigurationError on every rank, or on none.
+def comparison(program: Program | None, mismatch: str | None) -> Callable[[Sequence[Config]], None]:
+    """The comparison of all configs, which raises the same ConfigurationError on every rank, or on none.
 
     Args:
         program: what is to run; None where num_stages does not fit the number of ranks.
-        misfit: how it does not fit; raised where the ranks agree about it.
+        mismatch: how it does not fit; raised where the ranks agree about it.
     """
 
-    def compare(cards: Sequence[Card]) -> None:
-        _require_equal(cards, _SETTINGS)
-        if misfit is not None:
-            raise ConfigurationError(misfit)
+    def compare(configs: Sequence[Config]) -> None:
+        _require_equal(configs, _SETTINGS)
+        if mismatch is not None:
+            raise ConfigurationError(mismatch)
         assert program is not None
-        _require_equal(cards, ["program"])  # last: it follows from the others
-        _require_placed(cards, program)
+        _require_equal(configs, ["program"])  # last: it follows from the others
+        _require_placed(configs, program)
         if len(program.chains) > 1:
             compare_parameters(
                 [
                     (rank, piece, copy)
-                    for rank, card in enumerate(cards)
-                    for piece, copy in zip(card["stages"], card["copies"], strict=True)
+                    for rank, config in enumerate(configs)
+                    for piece, copy in zip(config.stages, config.copies, strict=True)
                 ]
             )
 
     return compare
 
 
-def _require_equal(cards: Sequence[Card], keys: Sequence[str]) -> None:
-    """Names all keys that differ at once. Another version of pypipe may not have all of them."""
+def _require_equal(configs: Sequence[Config], keys: Sequence[str]) -> None:
+    """Names all keys that differ at once."""
     differing = []
     for key in keys:
-        values = [card.get(key) for card in cards]
+        values = [getattr(config, key) for config in configs]
         if any(value != values[0] for value in values):
             listed = ", ".join(f"rank {rank}: {_shown(value)}" for rank, value in enumerate(values))
             differing.append(f"about {key} ({listed}): {_REMEDIES[key]}")
@@ -99,9 +99,9 @@ def _shown(value: object) -> str:
     return " and ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
 
 
-def _require_placed(cards: Sequence[Card], program: Program) -> None:
+def _require_placed(configs: Sequence[Config], program: Program) -> None:
     """Each rank has the stages that the program places on it."""
-    given = [sorted(card["stages"]) for card in cards]
+    given = [sorted(config.stages) for config in configs]
     wanted = [sorted(pieces(program, rank)) for rank in range(program.n_ranks)]
     if given == wanted:
         return

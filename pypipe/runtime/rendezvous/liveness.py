@@ -16,9 +16,9 @@ def declare(world: World) -> None:
     """Shows the other ranks which process this rank is."""
     if world.store is not None:
         pid = os.getpid()
-        card = {"host": _host(), "pid": pid, "started": _state(pid)[1]}
-        with contextlib.suppress(Exception):  # without a store, the ranks' meeting says so
-            world.store.set(world.key("process", world.rank), json.dumps(card))
+        process = {"host": _host(), "pid": pid, "started": _state(pid)[1]}
+        with contextlib.suppress(Exception):  # without a store, the rendezvous says so
+            world.store.set(world.key("process", world.rank), json.dumps(process))
 
 
 def ended_process(world: World, rank: int) -> int | None:
@@ -29,11 +29,11 @@ def ended_process(world: World, rank: int) -> int | None:
     key = world.key("process", rank)
     if not world.store.check([key]):
         return None
-    card = json.loads(world.store.get(key))
-    if card["host"] != _host():
+    process = json.loads(world.store.get(key))
+    if process["host"] != _host():
         return None
-    state, started = _state(card["pid"])
-    return card["pid"] if state in "XZ" or started != card["started"] else None
+    state, started = _state(process["pid"])
+    return process["pid"] if state in "XZ" or started != process["started"] else None
 
 
 def _host() -> str:

@@ -1,7 +1,7 @@
 """Whether stages have `state_dict` keys in common, which torch.distributed.checkpoint would take for one tensor.
 
 It expects names that are global: of two stages that each save a "0.weight", a checkpoint keeps one, without an error.
-Every stage's card has hashes of its keys, by which a rank finds that one of its own keys is another stage's too.
+Every rank's config has hashes of its stages' keys, so a rank finds that one of its keys is another stage's too.
 """
 
 from __future__ import annotations
@@ -115,14 +115,14 @@ class _WarnAtImport:
             warnings.warn(self._text, NameClashWarning, stacklevel=2)  # frames of the import system do not count
 
 
-def find_clash(held: Sequence[tuple[int, nn.Module]], cards: Iterable[tuple[int, str]]) -> NameClash | None:
+def find_clash(held: Sequence[tuple[int, nn.Module]], sketches: Iterable[tuple[int, str]]) -> NameClash | None:
     """A clash of one of this rank's stages.
 
     Args:
         held: this rank's stages: which piece of the model each is, and its module.
-        cards: for every stage of all ranks, which piece it is, and its sketch. Two copies of a piece do not clash.
+        sketches: for every stage of all ranks, which piece it is, and its sketch. Two copies of a piece do not clash.
     """
-    others = [(piece, _hashes(text)) for piece, text in cards]
+    others = [(piece, _hashes(text)) for piece, text in sketches]
     for mine, module in held:
         known = _hashes(sketch(module))
         shared = {piece: known & hashes for piece, hashes in others if piece != mine and known & hashes}

@@ -17,7 +17,7 @@ from pypipe.errors import ConfigurationError
 __all__ = ["World", "find_world", "host_identity"]
 
 _environment_store: Any = None  # one per process: the rendezvous of torchrun's environment happens once
-_meetings: dict[str, int] = {}  # how often each set of ranks has met; all ranks of a set count alike
+_rendezvous: dict[str, int] = {}  # how often each set of ranks has met; all ranks of a set count alike
 _published: dict[str, list[str]] = {}  # what this process has put into the store, by set of ranks
 
 
@@ -44,13 +44,13 @@ class World:
             return frozenset()
         return frozenset(dist.get_process_group_ranks(self.group)) - {dist.get_rank()}
 
-    def meetings(self) -> int:
+    def rendezvous(self) -> int:
         """How often this set of ranks has met, less one."""
-        return _meetings.get(self.name, -1)
+        return _rendezvous.get(self.name, -1)
 
-    def next_meeting(self, at_least: int = 0) -> int:
-        """The number of this set of ranks' next meeting. Every rank calls it in the same order, so they agree."""
-        count = _meetings[self.name] = max(_meetings.get(self.name, -1) + 1, at_least)
+    def next_rendezvous(self, at_least: int = 0) -> int:
+        """The number of this set of ranks' next rendezvous. Every rank calls it in the same order, so they agree."""
+        count = _rendezvous[self.name] = max(_rendezvous.get(self.name, -1) + 1, at_least)
         return count
 
     def key(self, *parts: str | int) -> str:
@@ -63,9 +63,9 @@ class World:
         _published.setdefault(self.name, []).append(key)
 
     def withdraw(self, prefix: str) -> None:
-        """Removes what this process has published for earlier meetings than the one of this name.
+        """Removes what this process has published for earlier pipelines than the one of this prefix.
 
-        Only once every rank has come to this meeting, so that none still reads of an earlier one.
+        Only once every rank has come to this one's rendezvous, so that none still reads of an earlier one.
         """
         keys = _published.get(self.name, [])
         _published[self.name] = [key for key in keys if key.startswith(f"{prefix}/")]
@@ -79,7 +79,7 @@ def find_world(group: Any = None) -> World:
     """The ranks of `group`; else of the default process group; else of torchrun's environment; else this one.
 
     Raises:
-        ConfigurationError: this process is no member of `group`, or the environment is incomplete.
+        ConfigurationError: this process is not a member of `group`, or the environment is incomplete.
     """
     if group is not None or (dist.is_available() and dist.is_initialized()):
         rank = dist.get_rank(group)
@@ -116,7 +116,9 @@ def _number(name: str, default: int) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ConfigurationError(f"{name}={text!r} is no number: start the script with torchrun, or unset it") from None
+        raise ConfigurationError(
+            f"{name}={text!r} is not a number: start the script with torchrun, or unset it"
+        ) from None
 
 
 def host_identity() -> str:

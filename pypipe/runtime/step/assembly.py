@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pypipe.errors import ConfigurationError
 from pypipe.program import Channel, Kind, Program
 from pypipe.runtime.data_parallel.wrappers import Wrapper, find_wrappers
 from pypipe.runtime.rendezvous import agreement
+from pypipe.runtime.rendezvous.config import Config
 from pypipe.runtime.rendezvous.equal_parameters import describe_parameters
-from pypipe.runtime.rendezvous.meeting import Card, refuse
+from pypipe.runtime.rendezvous.exchange import refuse
 from pypipe.runtime.rendezvous.state_names import NameClash, find_clash, sketch
 from pypipe.runtime.step.executor import Executor
 from pypipe.runtime.step.fitting import Fitted
@@ -74,13 +75,13 @@ def assemble(settings: Settings) -> Running:
         settings.device,
         links,
         slots,
-        _card(settings, wrappers),
-        agreement.comparison(program, settings.fitted.misfit),
+        _config(settings, wrappers),
+        agreement.comparison(program, settings.fitted.mismatch),
         settings.timeout,
         checksum="checksum" in settings.checks,
     )
     assert program is not None  # the comparison has seen to it
-    fitted = _with_stage_actions(settings.fitted, program, connection.cards)
+    fitted = _with_stage_actions(settings.fitted, program, connection.configs)
     rank = settings.world.rank
     held = agreement.held_stages(program, rank, [piece for piece, _ in settings.pieces])
     stages = _make_stages(settings, program, connection, held, wrappers)
@@ -99,7 +100,7 @@ def assemble(settings: Settings) -> Running:
             if verified is not None
         },
         copies,
-        find_clash(settings.pieces, _state_names(connection.cards)),
+        find_clash(settings.pieces, _state_names(connection.configs)),
         any(program.previous_stage(stage) is None for stage in held),
         any(program.next_stage(stage) is None for stage in held),
     )
@@ -110,27 +111,26 @@ def identities(wrappers: Sequence[Sequence[Wrapper]]) -> list[list[int]]:
     return [[wrapper.identity() for wrapper in found] for found in wrappers]
 
 
-def _card(settings: Settings, wrappers: Sequence[Sequence[Wrapper]]) -> Card:
+def _config(settings: Settings, wrappers: Sequence[Sequence[Wrapper]]) -> Config:
     """What this rank tells the others of itself."""
     program = settings.program
-    card = {
-        **settings.card,
-        "stages": [piece for piece, _ in settings.pieces],
-        "n_microbatches": settings.n_microbatches,
-        "program": program.digest() if program is not None else None,
-        "loss_fn": settings.loss is not None,
-        "scale_grads": settings.scale_grads,
-        "check": sorted(settings.checks),
-        "state_names": [sketch(module) for _, module in settings.pieces],
-        "data_parallel": [[bool(found), any(each.shards for each in found)] for found in wrappers],
-    }
-    if program is not None and len(program.chains) > 1:
-        card["copies"] = [describe_parameters(module) for _, module in settings.pieces]
-    return card
+    copied = program is not None and len(program.chains) > 1
+    return replace(
+        settings.config,
+        stages=[piece for piece, _ in settings.pieces],
+        n_microbatches=settings.n_microbatches,
+        program=program.digest() if program is not None else None,
+        loss_fn=settings.loss is not None,
+        scale_grads=settings.scale_grads,
+        check=sorted(settings.checks),
+        state_names=[sketch(module) for _, module in settings.pieces],
+        data_parallel=[[bool(found), any(each.shards for each in found)] for found in wrappers],
+        copies=[describe_parameters(module) for _, module in settings.pieces] if copied else [],
+    )
 
 
-def _state_names(cards: Sequence[Card]) -> list[tuple[int, str]]:
-    return [entry for card in cards for entry in zip(card["stages"], card["state_names"], strict=True)]
+def _state_names(configs: Sequence[Config]) -> list[tuple[int, str]]:
+    return [entry for config in configs for entry in zip(config.stages, config.state_names, strict=True)]
 
 
 def _make_stages(
@@ -197,13 +197,13 @@ def _find_wrappers(settings: Settings) -> list[list[Wrapper]]:
     return wrappers
 
 
-def _with_stage_actions(fitted: Fitted, program: Program, cards: Sequence[Card]) -> Fitted:
+def _with_stage_actions(fitted: Fitted, program: Program, configs: Sequence[Config]) -> Fitted:
     """The programs, with what the stages of all ranks do together with their replicas."""
     reduced: set[int] = set()
     sharded: set[int] = set()
-    for rank, card in enumerate(cards):
-        for stage, position in agreement.held_stages(program, rank, card["stages"]).items():
-            reduces, shards = card["data_parallel"][position]
+    for rank, config in enumerate(configs):
+        for stage, position in agreement.held_stages(program, rank, config.stages).items():
+            reduces, shards = config.data_parallel[position]
             if reduces:
                 reduced.add(stage)
             if shards:

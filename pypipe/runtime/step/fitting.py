@@ -33,14 +33,14 @@ class Fitted:
     Args:
         training: with backwards; None where there is no loss.
         forward_only: for eval().
-        misfit: how num_stages does not fit the number of ranks; then there are no programs. Only all ranks together can
-            tell which of them is wrong, so it is an error when they meet.
+        mismatch: how num_stages does not fit the number of ranks; then there are no programs. Only all ranks together
+            can tell which of them is wrong, so it is an error when they compare their configs.
         single_communicator: whether two ranks have one NCCL communicator for all that they exchange.
     """
 
     training: Verified | None = None
     forward_only: Verified | None = None
-    misfit: str | None = None
+    mismatch: str | None = None
     single_communicator: bool = False
 
     @property
@@ -107,7 +107,7 @@ def fit(
     else:
         built = _build(wanted, n_ranks, num_stages, n_microbatches, options)
         if isinstance(built, str):
-            return Fitted(misfit=built)
+            return Fitted(mismatch=built)
         program = built
     if program.n_microbatches != n_microbatches:
         raise ValueError(
@@ -119,9 +119,9 @@ def fit(
             f"the pipeline's group has {n_ranks} ranks, but the program {program.name} has {program.n_ranks}: build it "
             "for as many ranks, or give PipelineStage another group"
         )
-    misfit = _misfit(program, num_stages)
-    if misfit:
-        return Fitted(misfit=misfit)
+    mismatch = _mismatch(program, num_stages)
+    if mismatch:
+        return Fitted(mismatch=mismatch)
     if single_communicator:
         if len(program.chains) > 1:
             raise ValueError(
@@ -140,7 +140,7 @@ def fit(
 
 
 def _build(name: str, n_ranks: int, num_stages: int, n_microbatches: int, options: dict[str, Any]) -> Program | str:
-    """The program, or a misfit."""
+    """The program, or a mismatch."""
     parameters = inspect.signature(find_builder(name)).parameters
     if PER_RANK in parameters and PER_RANK not in options:
         if num_stages % n_ranks:
@@ -157,7 +157,7 @@ def _build(name: str, n_ranks: int, num_stages: int, n_microbatches: int, option
     return build(name, n_ranks, n_microbatches, **options)
 
 
-def _misfit(program: Program, num_stages: int) -> str | None:
+def _mismatch(program: Program, num_stages: int) -> str | None:
     if len(program.chains) > 2:
         raise ValueError(f"{program.name} has {len(program.chains)} chains of stages: at most 2 can be run")
     n_ranks, length = program.n_ranks, len(program.chains[0].stages)

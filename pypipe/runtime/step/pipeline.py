@@ -1,4 +1,4 @@
-"""One rank's part of a running pipeline: from the ranks' meeting to the results of each step."""
+"""One rank's part of a running pipeline: from its first call to the results of each step."""
 
 from __future__ import annotations
 

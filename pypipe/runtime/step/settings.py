@@ -11,7 +11,7 @@ import torch
 
 from pypipe.program import Program
 from pypipe.runtime.batch.batch import ChunkSpecs
-from pypipe.runtime.rendezvous.meeting import Card
+from pypipe.runtime.rendezvous.config import Config
 from pypipe.runtime.rendezvous.world import World
 from pypipe.runtime.step.fitting import Fitted
 
@@ -27,7 +27,7 @@ class Settings:
         device: where this rank's stages live.
         pieces: which piece of the model each of this rank's modules is, and the module.
         fitted: what step() and eval() run, or why there is nothing to run.
-        card: what else all ranks must have alike.
+        config: what this rank tells the others, as far as it is known now.
         n_microbatches: M.
         loss: the loss function, or None.
         scale_grads: whether gradients are those of the mean over the batch (else of the sum over microbatches).
@@ -41,7 +41,7 @@ class Settings:
     device: torch.device
     pieces: Sequence[tuple[int, torch.nn.Module]]
     fitted: Fitted
-    card: Card
+    config: Config
     n_microbatches: int
     loss: Callable[..., Any] | None
     scale_grads: bool

@@ -10,6 +10,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -19,7 +20,8 @@ from pypipe.program import Channel, Link
 from pypipe.runtime import environment
 from pypipe.runtime.diagnostics import failure
 from pypipe.runtime.diagnostics.recorder import SUFFIX, Recorder
-from pypipe.runtime.rendezvous.meeting import Card, Meeting, meet, refuse
+from pypipe.runtime.rendezvous.config import Config
+from pypipe.runtime.rendezvous.exchange import Rendezvous, meet, refuse
 from pypipe.runtime.rendezvous.world import World
 from pypipe.runtime.transport.channel import ReceiveChannel, SendChannel
 from pypipe.runtime.transport.links.registry import CHOICES, transport_of
@@ -39,8 +41,8 @@ def connect(
     device: torch.device,
     links: Mapping[Channel, Link],
     slots: Mapping[Channel, int],
-    card: Card,
-    compare: Callable[[Sequence[Card]], None],
+    config: Config,
+    compare: Callable[[Sequence[Config]], None],
     timeout: float,
     *,
     checksum: bool = False,
@@ -52,8 +54,8 @@ def connect(
         device: where the stages of this rank live.
         links: for each channel, the link that carries it; the same on all ranks.
         slots: for each channel, how many messages may be alive at once; the same on all ranks.
-        card: what must be equal on all ranks, by name (JSON values).
-        compare: raises ConfigurationError where cards do not fit together.
+        config: what this rank was built with.
+        compare: raises ConfigurationError where configs do not fit together.
         timeout: seconds that any wait may take.
         checksum: whether messages carry checksums; the same on all ranks.
 
@@ -68,19 +70,19 @@ def connect(
         problem = f"rank {world.rank}: {error}"
         refuse(world, problem)
         raise ConfigurationError(problem) from None
-    card = {**card, "link": choice, "device": device.type, "group": world.group is not None}
+    config = replace(config, link=choice, device=device.type, group=world.group is not None)
     links = {channel: links[channel] for channel in sorted(links)}
     peers = {rank for link in links.values() if world.rank in _ends(link) for rank in _ends(link)}
     # News go round in both directions, so that one rank that is stopped keeps them from nobody.
     peers |= {(world.rank + 1) % world.size, (world.rank - 1) % world.size}
     ways: dict[Link, type[Transport]] = {}
 
-    def fit(cards: Sequence[Card]) -> None:
-        compare(cards)
-        ways.update(_transports(links.values(), cards, checksum))
+    def fit(configs: Sequence[Config]) -> None:
+        compare(configs)
+        ways.update(_transports(links.values(), configs, checksum))
 
-    meeting = meet(world, card, fit, peers - {world.rank}, timeout)
-    connection = Connection(world, meeting, _recorder(world.rank, meeting.identity))
+    rendezvous = meet(world, config, fit, peers - {world.rank}, timeout)
+    connection = Connection(world, rendezvous, _recorder(world.rank, rendezvous.identity))
     connection.start()
     try:
         wait_policy = connection.wait_policy(timeout)
@@ -107,12 +109,12 @@ class Connection:
 
     Args:
         world: the ranks.
-        meeting: how they met.
+        rendezvous: what came of the ranks' exchange.
         recorder: of what this rank does.
 
     Attributes:
         hub: the control sockets.
-        cards: what each rank has said of itself.
+        configs: what each rank has said of itself.
         prefix: of this pipeline's keys in the store.
         recorder: of what this rank does.
         senders, receivers: this rank's ends of the channels.
@@ -120,12 +122,12 @@ class Connection:
         carried_by: the name of what carries each of the channels.
     """
 
-    def __init__(self, world: World, meeting: Meeting, recorder: Recorder) -> None:
+    def __init__(self, world: World, rendezvous: Rendezvous, recorder: Recorder) -> None:
         self._world = world
-        self._meeting = meeting
-        self.hub = meeting.hub
-        self.cards: Sequence[Card] = meeting.cards
-        self.prefix = meeting.prefix
+        self._rendezvous = rendezvous
+        self.hub = rendezvous.hub
+        self.configs: Sequence[Config] = rendezvous.configs
+        self.prefix = rendezvous.prefix
         self.recorder = recorder
         self.senders: dict[Channel, SendChannel] = {}
         self.receivers: dict[Channel, ReceiveChannel] = {}
@@ -148,8 +150,8 @@ class Connection:
         Args:
             timeout: seconds that any wait may take.
         """
-        me, cards = self._world.rank, self.cards
-        here = sum(card["host"] == cards[me]["host"] for card in cards)
+        me, configs = self._world.rank, self.configs
+        here = sum(config.host == configs[me].host for config in configs)
         crowded = here > len(os.sched_getaffinity(0))
         wait_policy = _core.WaitPolicy(timeout, _SPINS_CROWDED if crowded else _SPINS_ALONE, _LONGEST_SPIN)
         return self.hub.prolonging(wait_policy, self._world.size)
@@ -169,9 +171,9 @@ class Connection:
             device: where the stages of this rank live.
             wait_policy: how long to wait.
         """
-        me, cards = self._world.rank, self.cards
-        for peer in self._meeting.peers:
-            if cards[peer]["host"] == cards[me]["host"]:
+        me, configs = self._world.rank, self.configs
+        for peer in self._rendezvous.peers:
+            if configs[peer].host == configs[me].host:
                 self.hub.share_record(peer, wait_policy)
         opened: dict[type[Transport], Transport] = {}
         # One order on all ranks: whoever waits at a link waits for a rank that is busy with an earlier one.
@@ -179,7 +181,7 @@ class Connection:
             if me not in _ends(link):
                 continue
             if way not in opened:
-                opened[way] = way(self._world, self._meeting, device, wait_policy)
+                opened[way] = way(self._world, self._rendezvous, device, wait_policy)
                 self._transports.append(opened[way])
             slots = {place.number: place.slots for place in places if place.link == link}
             opened[way].open(number, link, slots, sends=link.source_rank == me)
@@ -208,9 +210,9 @@ class Connection:
         self.senders, self.receivers = {}, {}
 
 
-def _transports(links: Iterable[Link], cards: Sequence[Card], checksum: bool) -> dict[Link, type[Transport]]:
+def _transports(links: Iterable[Link], configs: Sequence[Config], checksum: bool) -> dict[Link, type[Transport]]:
     """What carries each link. All ranks decide for all links, so that what cannot be is an error on every rank."""
-    ways = {link: transport_of(link, cards) for link in sorted(set(links))}
+    ways = {link: transport_of(link, configs) for link in sorted(set(links))}
     if checksum and not all(way.through_hosts for way in ways.values()):
         raise ConfigurationError(
             'check="checksum" is for messages that pass through the hosts: over NCCL each would wait for the device; '

@@ -122,8 +122,8 @@ def test_an_empty_folder_is_an_error_that_says_what_to_do(tmp_path: Path) -> Non
 
 
 def test_the_latest_pipeline_of_a_folder_is_shown(tmp_path: Path) -> None:
-    for number, meeting in enumerate(("a", "b")):
-        recorder = Recorder(0, path=str(tmp_path / f"{meeting}-rank-0{SUFFIX}"))
+    for number, pipeline in enumerate(("a", "b")):
+        recorder = Recorder(0, path=str(tmp_path / f"{pipeline}-rank-0{SUFFIX}"))
         _write(recorder, f"0F{number}")
     assert "0F1" in timeline(find(tmp_path))
 

@@ -31,7 +31,7 @@ class Apart(nn.Module):
 def _modules(kind: str, count: int, group: Any) -> list[nn.Module]:
     if kind == "alike":
         return [nn.Sequential(nn.Linear(4, 4)) for _ in range(count)]
-    if kind == "large":  # more keys than a card has; the stages have all of them in common
+    if kind == "large":  # more keys than a config has; the stages have all of them in common
         return [Apart([f"p{i}" for i in range(1000)]) for _ in range(count)]
     if kind == "wrapped":  # in two ways, and one that torch.distributed.checkpoint sees through
         plain = [nn.Sequential(nn.Linear(4, 4)) for _ in range(count)]

@@ -382,7 +382,7 @@ class C10dTransport(Transport):
 
     @classmethod
     def problem(cls, link: Link, ends: Ends, *, chosen: bool) -> str | None:
-        if all(card["group"] for card in ends):
+        if all(config.group for config in ends):
             return None
         return (
             f"messages from rank {link.source_rank} to rank {link.target_rank} go through torch.distributed, as "
@@ -395,9 +395,9 @@ class C10dTransport(Transport):
 
     def _route(self, peer: int, place: Place) -> Route:
         # Pipelines of one set of ranks are numbered alike on all of them; channels of one program are few.
-        tag = _FIRST_TAG + (self._world.meetings() * 4096 + place.number) % (1 << 29)
+        tag = _FIRST_TAG + (self._world.rendezvous() * 4096 + place.number) % (1 << 29)
         # Between devices of two kinds messages go through the hosts' memory.
-        same = self._meeting.cards[peer]["device"] == self._device.type
+        same = self._rendezvous.configs[peer].device == self._device.type
         buffers = self._device if same else torch.device("cpu")
         return Route(
             self._hub, self._world.group, peer, place.number, tag, place.slots, self._device, buffers, self._wait_policy

@@ -18,7 +18,7 @@ from pypipe import _core
 from pypipe.errors import ConfigurationError, LayoutError
 from pypipe.program import Kind, Link
 from pypipe.runtime import environment, libraries
-from pypipe.runtime.rendezvous.meeting import read_all
+from pypipe.runtime.rendezvous.exchange import read_all
 from pypipe.runtime.transport.channel import Tag
 from pypipe.runtime.transport.links.core_channels import CoreReceiveChannel, CoreSendChannel
 from pypipe.runtime.transport.links.transport import Ends, Place, Transport
@@ -211,7 +211,7 @@ class NcclTransport(Transport):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         device = self._device
-        self._prefix = self._meeting.prefix
+        self._prefix = self._rendezvous.prefix
         self._memory = Memory(device)
         self._links: dict[Link, Any] = {}
         self._edges: dict[Any, _core.NcclEdge] = {}
@@ -231,7 +231,7 @@ class NcclTransport(Transport):
 
     @classmethod
     def reaches(cls, ends: Ends) -> bool:
-        return all(card["device"] == "cuda" for card in ends)
+        return all(config.device == "cuda" for config in ends)
 
     @classmethod
     def problem(cls, link: Link, ends: Ends, *, chosen: bool) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pypipe.errors import ConfigurationError
 from pypipe.program import Link
-from pypipe.runtime.rendezvous.meeting import Card
+from pypipe.runtime.rendezvous.config import Config
 from pypipe.runtime.transport.links.c10d import C10dTransport
 from pypipe.runtime.transport.links.nccl import NcclTransport
 from pypipe.runtime.transport.links.shm import ShmTransport
@@ -23,14 +23,14 @@ CHOICES = ("auto", *TRANSPORTS)
 """What PYPIPE_LINK may say."""
 
 
-def transport_of(link: Link, cards: Sequence[Card]) -> type[Transport]:
+def transport_of(link: Link, configs: Sequence[Config]) -> type[Transport]:
     """What carries a link; every rank decides alike.
 
     Raises:
         ConfigurationError: nothing can.
     """
-    ends = (cards[link.source_rank], cards[link.target_rank])
-    choices = {card["link"] for card in cards} - {"auto"}
+    ends = (configs[link.source_rank], configs[link.target_rank])
+    choices = {config.link for config in configs} - {"auto"}
     if len(choices) > 1:
         raise ConfigurationError(f"the ranks' PYPIPE_LINK disagree: {', '.join(sorted(choices))}; give all the same")
     choice = choices.pop() if choices else None

@@ -150,7 +150,7 @@ class ShmTransport(Transport):
 
     @classmethod
     def reaches(cls, ends: Ends) -> bool:
-        return ends[0]["host"] == ends[1]["host"] and all(card["device"] == "cpu" for card in ends)
+        return ends[0].host == ends[1].host and all(config.device == "cpu" for config in ends)
 
     @classmethod
     def problem(cls, link: Link, ends: Ends, *, chosen: bool) -> str | None:

@@ -9,13 +9,14 @@ import torch
 
 from pypipe import _core
 from pypipe.program import Channel, Kind, Link
-from pypipe.runtime.rendezvous.meeting import Card, Meeting
+from pypipe.runtime.rendezvous.config import Config
+from pypipe.runtime.rendezvous.exchange import Rendezvous
 from pypipe.runtime.rendezvous.world import World
 from pypipe.runtime.transport.channel import ReceiveChannel, SendChannel
 
 __all__ = ["Ends", "Place", "Transport"]
 
-Ends = tuple[Card, Card]
+Ends = tuple[Config, Config]
 """What the two ranks of a link say of themselves, the sender first."""
 
 
@@ -47,7 +48,7 @@ class Transport(ABC):
 
     Args:
         world: the ranks.
-        meeting: how they met.
+        rendezvous: what came of the ranks' exchange.
         device: where the stages of this rank live.
         wait_policy: how long to wait.
     """
@@ -59,10 +60,12 @@ class Transport(ABC):
     closes_last: ClassVar[bool] = False
     """Whether the links of all other transports are closed before."""
 
-    def __init__(self, world: World, meeting: Meeting, device: torch.device, wait_policy: _core.WaitPolicy) -> None:
+    def __init__(
+        self, world: World, rendezvous: Rendezvous, device: torch.device, wait_policy: _core.WaitPolicy
+    ) -> None:
         self._world = world
-        self._meeting = meeting
-        self._hub = meeting.hub
+        self._rendezvous = rendezvous
+        self._hub = rendezvous.hub
         self._device = device
         self._wait_policy = wait_policy
         self.holds_back = False

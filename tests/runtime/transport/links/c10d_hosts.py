@@ -13,13 +13,13 @@ import torch.distributed as dist
 import transparency
 from c10d_cases import build, counted, error_of
 
-from pypipe.runtime.rendezvous import meeting
+from pypipe.runtime.rendezvous import exchange
 
 
 def address_that_is_not_ours(rank: int, size: int, group: Any) -> str:
     """PYPIPE_ADDRESS on rank 0 names no address of this host."""
-    identity = meeting.host_identity
-    meeting.host_identity = lambda: f"host {rank}"
+    identity = exchange.host_identity
+    exchange.host_identity = lambda: f"host {rank}"
     if rank == 0:
         os.environ["PYPIPE_ADDRESS"] = "192.0.2.77"
     try:
@@ -27,7 +27,7 @@ def address_that_is_not_ours(rank: int, size: int, group: Any) -> str:
         text = error_of(lambda: schedule.step(x, target=y))
         schedule.close()
     finally:
-        meeting.host_identity = identity
+        exchange.host_identity = identity
         os.environ.pop("PYPIPE_ADDRESS", None)
     return text
 
@@ -36,20 +36,20 @@ def on_two_hosts(rank: int, size: int, group: Any) -> list[str]:
     """Ranks that believe to be on hosts of their own meet over TCP, and use c10d by themselves."""
     addresses: list[Any] = []
 
-    class Noted(meeting.Listener):
+    class Noted(exchange.Listener):
         def __init__(self, me: int, address: str) -> None:
             super().__init__(me, address)
             addresses.append(self.address)
 
-    identity, listener = meeting.host_identity, meeting.Listener
-    meeting.host_identity = lambda: f"host {rank // 2}"
-    meeting.Listener = Noted  # type: ignore[misc]
+    identity, listener = exchange.host_identity, exchange.Listener
+    exchange.host_identity = lambda: f"host {rank // 2}"
+    exchange.Listener = Noted  # type: ignore[misc]
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     try:
         with counted() as traffic:
             found = transparency.compare(rank, size, group, "Schedule1F1B", "mixed", 3, 7, True)
     finally:
-        meeting.host_identity, meeting.Listener = identity, listener  # type: ignore[misc]
+        exchange.host_identity, exchange.Listener = identity, listener  # type: ignore[misc]
         del os.environ["MASTER_ADDR"]
     crosses = rank in (1, 2)
     if bool(traffic.sent) != crosses:
@@ -103,14 +103,14 @@ def main() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     listening: list[tuple[str, str]] = []
 
-    class Noted(meeting.Listener):
+    class Noted(exchange.Listener):
         def __init__(self, me: int, address: str) -> None:
             super().__init__(me, address)
             inode = os.readlink(f"/proc/self/fd/{self._socket.fileno()}")[len("socket:[") : -1]
             if not isinstance(self.address, str):
                 listening.append(_table()[inode])
 
-    meeting.Listener = Noted  # type: ignore[misc]
+    exchange.Listener = Noted  # type: ignore[misc]
     with counted() as traffic:
         found = []
         for case in json.loads(sys.argv[1]):

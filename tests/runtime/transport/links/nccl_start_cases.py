@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 def _carried(ways: Sequence[str]) -> Iterator[None]:
     """Links between ranks i and j go the way number min(i, j), as between GPUs, CPUs and hosts of all kinds."""
 
-    def transport_of(link: Link, cards: object) -> type[Transport]:
+    def transport_of(link: Link, configs: object) -> type[Transport]:
         return TRANSPORTS[ways[min(link.source_rank, link.target_rank) % len(ways)]]
 
     with patch.object(connection, "transport_of", transport_of):

@@ -1,6 +1,6 @@
-"""How the ranks of a pipeline meet: they compare what each of them was built with, then connect.
+"""How the ranks of a pipeline find each other: they compare what each of them was built with, then connect.
 
-Every rank writes a card into the store and reads all the others. What must be equal is compared on every rank, so
+Every rank writes its config into the store and reads all the others. What must be equal is compared on every rank, so
 that every rank raises the same error, and none is left waiting.
 """
 
@@ -18,21 +18,19 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
 from pypipe import _core
 from pypipe.errors import ConfigurationError, PeerLost, PipelineTimeout
 from pypipe.runtime import environment
+from pypipe.runtime.rendezvous.config import Config
 from pypipe.runtime.rendezvous.handshake import Address, Listener, connect
 from pypipe.runtime.rendezvous.liveness import ended_process
 from pypipe.runtime.rendezvous.world import World, host_identity
 
-__all__ = ["Card", "Meeting", "meet", "read_all", "refuse"]
-
-Card = dict[str, Any]
+__all__ = ["Rendezvous", "meet", "read_all", "refuse"]
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: an interface's IPv4 address
 _FIRST_POLL_SECONDS = 0.001
@@ -41,18 +39,18 @@ _STORE_ERRORS: tuple[type[Exception], ...] = (dist.DistError,) if dist.is_availa
 
 
 @dataclass
-class Meeting:
+class Rendezvous:
     """What came of it.
 
     Attributes:
-        cards: every rank's card.
+        configs: every rank's.
         hub: this rank's control sockets, to be started.
-        prefix: of this meeting's keys in the store.
+        prefix: of this pipeline's keys in the store.
         peers: the ranks that the hub is connected to.
-        identity: a word for this meeting, the same on all its ranks and for no other meeting anywhere.
+        identity: a word for this pipeline, the same on all its ranks and for no other pipeline anywhere.
     """
 
-    cards: Sequence[Card]
+    configs: Sequence[Config]
     hub: _core.Hub
     prefix: str
     peers: Sequence[int]
@@ -60,9 +58,9 @@ class Meeting:
 
 
 def refuse(world: World, reason: str) -> None:
-    """Tells the others, who may wait for this rank at the next meeting, that it cannot be built."""
+    """Tells the others, who may wait for this rank at the next rendezvous, that it cannot be built."""
     if world.store is not None:
-        _write_refusal(world, world.key(world.next_meeting()), reason)
+        _write_refusal(world, world.key(world.next_rendezvous()), reason)
 
 
 def _write_refusal(world: World, prefix: str, reason: str, lost: bool = False) -> None:
@@ -93,7 +91,7 @@ def _public_store_errors() -> Iterator[None]:
 
 
 class _GivenUp(Exception):
-    """Some rank waits at a later meeting: it has given this one up."""
+    """Some rank waits at a later rendezvous: it has given this one up."""
 
 
 @_public_store_errors()
@@ -137,26 +135,26 @@ def read_all(
         pause = min(pause * 1.5, _LONGEST_POLL_SECONDS)
 
 
-def _read_cards(world: World, card: Card, deadline: float) -> tuple[str, list[Card]]:
-    """Shows this rank's card; returns the prefix of the meeting at which all ranks came together, and their cards.
+def _read_configs(world: World, config: Config, deadline: float) -> tuple[str, list[Config]]:
+    """Shows this rank's config; returns the prefix of the rendezvous that all ranks have come to, and their configs.
 
-    Ranks count their meetings. One may have given a meeting up to which another comes late, if at all: its deadline
-    passed, and the next schedule is built. So a rank marks each meeting that it begins, takes its card back from one
-    that it gives up, and follows whoever has begun a later one.
+    Ranks count them. One rank may have given up a rendezvous that another comes to late, if at all: its deadline has
+    passed, and the next schedule is built. So a rank marks each rendezvous that it begins, takes its config back from
+    one that it gives up, and follows a rank that has begun a later one.
     """
     while True:
-        number = world.next_meeting()
+        number = world.next_rendezvous()
         prefix = world.key(number)
-        mine = f"{prefix}/card/{world.rank}"
+        mine = f"{prefix}/config/{world.rank}"
         if world.rank == 0:
             world.publish(f"{prefix}/secret", secrets.token_hex(32))
         world.publish(f"{prefix}/begun", "1")
-        world.publish(mine, json.dumps(card))
-        keys = {rank: f"{prefix}/card/{rank}" for rank in range(world.size)}
+        world.publish(mine, config.encode())
+        keys = {rank: f"{prefix}/config/{rank}" for rank in range(world.size)}
         try:
             texts = read_all(world, prefix, keys, deadline, given_up=world.key(number + 1, "begun"))
             world.withdraw(prefix)
-            return prefix, [json.loads(texts[rank]) for rank in range(world.size)]
+            return prefix, [Config.decode(texts[rank]) for rank in range(world.size)]
         except BaseException as error:
             with contextlib.suppress(Exception):
                 world.store.set(mine, "")
@@ -198,42 +196,42 @@ def _listening_address() -> str:
 @_public_store_errors()
 def meet(
     world: World,
-    card: Card,
-    compare: Callable[[Sequence[Card]], None],
+    config: Config,
+    compare: Callable[[Sequence[Config]], None],
     neighbours: Iterable[int],
     timeout: float,
-) -> Meeting:
+) -> Rendezvous:
     """Meets the other ranks of the pipeline.
 
     Args:
         world: the ranks.
-        card: what this rank was built with (JSON values).
-        compare: looks at all cards and raises ConfigurationError where they do not fit together; it must come to
+        config: what this rank was built with (JSON values).
+        compare: looks at all configs and raises ConfigurationError where they do not fit together; it must come to
             the same result on every rank.
         neighbours: the ranks that this one exchanges messages with.
         timeout: seconds.
 
     Raises:
-        ConfigurationError: a rank refused, or the cards do not fit together.
+        ConfigurationError: a rank refused, or the configs do not fit together.
         PeerLost: a rank's process has ended, or the store is gone.
         PipelineTimeout: a rank did not come, or could not be connected to.
     """
     deadline = time.monotonic() + timeout
-    card = {**card, "host": host_identity()}
+    config = replace(config, host=host_identity())
     secret = b""
     if world.size > 1:
-        prefix, cards = _read_cards(world, card, deadline)
+        prefix, configs = _read_configs(world, config, deadline)
     else:
-        prefix, cards = world.key(world.next_meeting()), [card]
-    compare(cards)
+        prefix, configs = world.key(world.next_rendezvous()), [config]
+    compare(configs)
     hub = _core.Hub(world.rank)
     try:
         peers = sorted(set(neighbours))
         if peers:
             secret = bytes.fromhex(read_all(world, prefix, {0: f"{prefix}/secret"}, deadline)[0])
-            _connect(world, prefix, cards, peers, secret, hub, deadline)
+            _connect(world, prefix, configs, peers, secret, hub, deadline)
         identity = hashlib.sha256(b"identity" + (secret or secrets.token_bytes(32))).hexdigest()[:12]
-        return Meeting(cards, hub, prefix, peers, identity)
+        return Rendezvous(configs, hub, prefix, peers, identity)
     except BaseException as error:
         hub.close()
         if world.store is not None and not isinstance(error, PipelineTimeout):
@@ -255,16 +253,16 @@ def _listen(rank: int, kind: str) -> Listener:
 def _connect(
     world: World,
     prefix: str,
-    cards: Sequence[Card],
+    configs: Sequence[Config],
     peers: Sequence[int],
     secret: bytes,
     hub: _core.Hub,
     deadline: float,
 ) -> None:
     me = world.rank
-    host = cards[me]["host"]
+    host = configs[me].host
     above = {peer for peer in peers if peer > me}
-    near = {peer for peer in above if cards[peer]["host"] == host}
+    near = {peer for peer in above if configs[peer].host == host}
     listeners: list[tuple[Listener, set[int]]] = []
 
     def refused() -> None:
@@ -278,7 +276,7 @@ def _connect(
                 listeners.append((listener, expected))
                 world.publish(f"{prefix}/{kind}/{me}", json.dumps(listener.address))
         for peer in (peer for peer in peers if peer < me):
-            key = f"{prefix}/{'unix' if cards[peer]['host'] == host else 'tcp'}/{peer}"
+            key = f"{prefix}/{'unix' if configs[peer].host == host else 'tcp'}/{peer}"
             where = json.loads(read_all(world, prefix, {peer: key}, deadline)[peer])
             address: Address = where if isinstance(where, str) else (str(where[0]), int(where[1]))
             hub.add_peer(peer, connect(me, peer, address, secret, deadline).detach())
