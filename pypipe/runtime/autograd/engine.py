@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from pypipe.runtime.torch_private import FunctionBase, engine, is_any_autocast_enabled, unsafe_view
+
 __all__ = ["enter", "gradient_edge", "run_backward"]
-
-# torch.autograd.backward() spends more time on checking its arguments in Python than a small stage's backward takes;
-# the engine checks shapes and dtypes itself. Others that know their roots call it as well, so it is unlikely to go.
-_engine: Any = torch.autograd.Variable._execution_engine
-
-_is_any_autocast_enabled: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
 def run_backward(
@@ -35,12 +31,12 @@ def run_backward(
         like: where backward operations run; by default the first gradient.
     """
     arguments = (tuple(roots), tuple(gradients), keep_graph, False, tuple(ends))  # no create_graph
-    if not _is_any_autocast_enabled():
-        _engine.run_backward(*arguments, allow_unreachable=True, accumulate_grad=True)
+    if not is_any_autocast_enabled():
+        engine.run_backward(*arguments, allow_unreachable=True, accumulate_grad=True)
         return
     # Backward operations run in the dtypes of the forward, as for loss.backward() after the autocast region.
     with torch.autocast((gradients[0] if like is None else like).device.type, enabled=False):
-        _engine.run_backward(*arguments, allow_unreachable=True, accumulate_grad=True)
+        engine.run_backward(*arguments, allow_unreachable=True, accumulate_grad=True)
 
 
 def enter(tensor: Tensor) -> Tensor:
@@ -48,17 +44,14 @@ def enter(tensor: Tensor) -> Tensor:
 
     So a stage may change its input in place, though it is a leaf or a piece of a batch, and no other notices.
     """
-    inside: Tensor = _unsafe_view(tensor, tensor.shape)
+    inside: Tensor = unsafe_view(tensor, tensor.shape)
     return inside
-
-
-_unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 def gradient_edge(tensor: Tensor) -> GradientEdge:
     """Where a tensor's gradient goes. Unlike the tensor, it keeps none of its memory; it does keep the graph below."""
     node = tensor.grad_fn
-    if node is not None and not isinstance(node, torch._C._FunctionBase):
+    if node is not None and not isinstance(node, FunctionBase):
         return GradientEdge(node, tensor.output_nr)  # what torch's own function makes, in half its time
     if node is None:
         return get_gradient_edge(tensor)

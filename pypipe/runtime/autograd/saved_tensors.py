@@ -5,9 +5,10 @@ from __future__ import annotations
 import enum
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+
+from pypipe.runtime.torch_private import SavedTensor
 
 __all__ = ["Packed", "drop_saved", "drop_weights", "names_of_saved", "packed", "saves", "without_weights"]
 
@@ -16,9 +17,9 @@ __all__ = ["Packed", "drop_saved", "drop_weights", "names_of_saved", "packed", "
 _FIXED = {"Addmm", "Mm", "Bmm", "Baddbmm"}
 
 # Whether this torch can say that hooks packed a saved tensor.
-_sees_packing = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
+_sees_packing = hasattr(SavedTensor, "unpack_hook")
 # Whether it can say that nothing was saved.
-_sees_nothing = hasattr(torch._C._autograd.SavedTensor, "data")
+_sees_nothing = hasattr(SavedTensor, "data")
 
 
 class Packed(enum.Enum):

@@ -28,6 +28,7 @@ from pypipe.runtime.autograd.saved_tensors import drop_saved, drop_weights
 from pypipe.runtime.autograd.split_graph import AccumulateGrad, Node, walk
 from pypipe.runtime.autograd.split_plan import SplitPlan, SplitPlans
 from pypipe.runtime.tensor_memory import copy_of, memory_parts
+from pypipe.runtime.torch_private import count_nodes_made, storage_key
 
 __all__ = ["SplitBackward", "WeightWork"]
 
@@ -223,7 +224,7 @@ class SplitBackward:
 
 
 def _count_nodes(made: set[int], _: _Gradients) -> None:
-    made.add(torch._C._autograd._get_sequence_nr())  # how many nodes this thread has made
+    made.add(count_nodes_made())  # how many nodes this thread has made
 
 
 def _drop(nodes: list[Node], spent: dict[int, tuple[str, ...]], number: int, *_: Any) -> None:
@@ -252,10 +253,10 @@ class _Accumulated:
         """
         fresh = [leaf for leaf, before, _ in self._before if before is None and leaf.grad is not None]
         if fresh:
-            storages = {part.untyped_storage()._cdata for gradient in kept for part in memory_parts(gradient)}
+            storages = {storage_key(part) for gradient in kept for part in memory_parts(gradient)}
             for leaf in fresh:
                 new = leaf.grad
-                if new is not None and any(part.untyped_storage()._cdata in storages for part in memory_parts(new)):
+                if new is not None and any(storage_key(part) in storages for part in memory_parts(new)):
                     leaf.grad = copy_of(new)
 
 

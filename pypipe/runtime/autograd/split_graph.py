@@ -6,15 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from pypipe.runtime.torch_private import AccumulateGrad
 
 __all__ = ["AccumulateGrad", "Edge", "Graph", "Node", "Structure", "walk"]
 
 Node = Any
 Edge = tuple[int, int]  # the node that it leads to, or -1, and which output of that
-
-AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils import _pytree as pytree
+from pypipe.runtime.torch_private import pytree
 
 __all__ = ["Reduce", "Replicate", "TensorChunkSpec", "is_chunk_spec", "is_replicate", "other_dimensions"]
 

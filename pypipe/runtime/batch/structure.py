@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from pypipe.errors import InputError
+from pypipe.runtime.torch_private import pytree
 
 __all__ = [
     "CannotRebuild",

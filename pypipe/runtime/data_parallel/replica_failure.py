@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pypipe.errors import PipelineError
 from pypipe.runtime.tensor_memory import memory_parts
+from pypipe.runtime.torch_private import default_store
 
 __all__ = ["Reductions"]
 
@@ -42,7 +43,7 @@ class Reductions:
 
     def tell(self, key: str, reason: str) -> None:
         """Says that this replica has failed. Done before it takes part in the reduction."""
-        dist.distributed_c10d._get_default_store().set(key, json.dumps({"rank": dist.get_rank(), "reason": reason}))
+        default_store().set(key, json.dumps({"rank": dist.get_rank(), "reason": reason}))
 
     def check(self, key: str, gradient: Tensor | None) -> None:
         """Looks whether all replicas have taken part with gradients.
@@ -80,7 +81,7 @@ class Reductions:
 
 
 def _raise_if_told(key: str) -> None:
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     if not store.check([key]):
         return
     told = json.loads(store.get(key))

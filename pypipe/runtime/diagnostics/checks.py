@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from pypipe.errors import CorruptionError, NonFiniteError
+from pypipe.runtime.torch_private import pytree
 
 __all__ = ["CHECKS", "checksums", "compare_checksums", "require_finite", "wanted"]
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pypipe.errors import ConfigurationError
+from pypipe.runtime.torch_private import default_store
 
 __all__ = ["World", "find_world", "host_identity"]
 
@@ -90,7 +91,7 @@ def find_world(group: Any = None) -> World:
         members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         text = ",".join(map(str, members))
         name = f"ranks-{text}" if len(text) < 64 else f"ranks-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
-        store = dist.distributed_c10d._get_default_store() if len(members) > 1 else None
+        store = default_store() if len(members) > 1 else None
         return World(rank, len(members), store, group if group is not None else dist.group.WORLD, name)
     size = _number("WORLD_SIZE", 1)
     if size == 1:

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from pypipe.errors import InputError
 from pypipe.program import Channel, Kind, Program
+from pypipe.runtime.torch_private import pytree
 from pypipe.runtime.transport.channel import ReceiveChannel, SendChannel
 
 __all__ = ["ModelCopies"]

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from pypipe.runtime.autograd.engine import enter
+from pypipe.runtime.torch_private import storage_uses, without_modes
 
 __all__ = ["has_shared_storage", "is_kept"]
 
@@ -18,7 +18,7 @@ __all__ = ["has_shared_storage", "is_kept"]
 def _uses(tensor: Tensor) -> tuple[int, int, int]:
     """How often a tensor is referred to from Python and from C++, and its storage from C++, as each counts itself."""
     in_core: int = tensor._use_count()  # type: ignore[attr-defined]
-    return sys.getrefcount(tensor), in_core, torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return sys.getrefcount(tensor), in_core, storage_uses(tensor)
 
 
 def _fewest_uses(*, entered: bool) -> tuple[int, int, int]:
@@ -29,7 +29,7 @@ def _fewest_uses(*, entered: bool) -> tuple[int, int, int]:
     Args:
         entered: whether it begins a graph, at whose end a leaf has the same storage.
     """
-    with torch.inference_mode(False), torch.enable_grad(), _disable_current_modes():  # a mode may keep what it sees
+    with torch.inference_mode(False), torch.enable_grad(), without_modes():  # a mode may keep what it sees
         tensors = [torch.empty(1)]
         if entered:
             tensors = [enter(tensors[0].requires_grad_())]

@@ -11,6 +11,7 @@ from torch import Tensor
 from pypipe import _core
 from pypipe.errors import LayoutError
 from pypipe.program import Kind, Link
+from pypipe.runtime.torch_private import are_modes_active
 from pypipe.runtime.transport.channel import IncomingLayout, Tag
 from pypipe.runtime.transport.gradients import Gradients, LentGradients
 from pypipe.runtime.transport.inputs import Inputs, WatchedInputs
@@ -71,11 +72,7 @@ class ShmReceiveChannel(CoreReceiveChannel):
         super().begin(training=training)
         # Only if tensors are now what they would be later: no mode changes them.
         self._keeps = (
-            training
-            and torch.is_grad_enabled()
-            and not torch.is_inference_mode_enabled()
-            and torch._C._len_torch_dispatch_stack() == 0
-            and torch._C._len_torch_function_stack() == 0
+            training and torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not are_modes_active()
         )
 
     def gradients(self, *, splits: bool) -> Gradients:
