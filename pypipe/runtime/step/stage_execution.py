@@ -257,7 +257,8 @@ class StageExecution:
             assert self._losses is not None
             target = self._batch.target(microbatch, share)
             weight = (lambda: self._weight(microbatch, share)) if self._training else None
-            loss = self._losses.compute(microbatch, output, target, self._loss_kwargs, weight)
+            leaves = () if received is None else received.leaves
+            loss = self._losses.compute(microbatch, output, target, self._loss_kwargs, weight, leaves)
             if self.find_nan:
                 require_finite(loss, f"{self._where}, microbatch {microbatch}: the loss")
             self.losses[microbatch] = _owned(loss, received)
@@ -404,6 +405,8 @@ class StageExecution:
         """After the last action of a step without an error."""
         if not self._training:
             return
+        if self._losses is not None:
+            self._losses.end_step()
         if self._gradients is not None:
             self._gradients.end_step()
         self._deferred_hooks.run()
