@@ -19,7 +19,7 @@ from pypipe.runtime.autograd.deferred_hooks import DeferredHooks
 from pypipe.runtime.autograd.engine import gradient_edge, run_backward
 from pypipe.runtime.autograd.split import SplitBackward, WeightWork
 from pypipe.runtime.batch.batch import Batch, ChunkSpecs, Share
-from pypipe.runtime.batch.merging import require_mergeable
+from pypipe.runtime.batch.merging import require_alike, require_mergeable
 from pypipe.runtime.batch.structure import map_tensors
 from pypipe.runtime.data_parallel.wrappers import Wrapper
 from pypipe.runtime.diagnostics.checks import require_finite
@@ -263,8 +263,11 @@ class StageExecution:
                 require_finite(loss, f"{self._where}, microbatch {microbatch}: the loss")
             self.losses[microbatch] = _owned(loss, received)
         if self._keep_results:
-            if not self.results:  # a spec that does not fit is an error of this step on every rank
+            # What cannot be merged is an error of this step on every rank.
+            if not self.results:
                 require_mergeable(output, self._batch.merge_spec)
+            else:
+                require_alike(next(iter(self.results.values())), output, microbatch, self._batch.merge_spec)
             self.results[microbatch] = _owned(_detached(output), received)
 
     def send_forward(self, microbatch: int) -> None:
