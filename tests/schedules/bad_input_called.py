@@ -86,6 +86,26 @@ def output_that_cannot_be_made_again(s: Setup) -> None:
         s.loss = lambda output, target: functional.mse_loss(output["x"], target)
 
 
+class _Keeps(torch.nn.Module):
+    """Computes a weight once, and keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 6).double()
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kept is None:
+            self.kept = self.linear.weight.tanh()
+        return x @ self.kept
+
+
+@case
+def graph_that_microbatches_share(s: Setup) -> None:
+    if s.last:
+        s.module = _Keeps()
+
+
 @case
 def target_missing(s: Setup) -> None:
     if s.last:

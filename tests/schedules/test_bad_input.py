@@ -205,6 +205,15 @@ def test_what_a_stage_raises_is_raised_there_and_told_to_every_rank(
     _check_common(everyone)
 
 
+def test_a_graph_that_reaches_from_one_microbatch_into_another_is_an_error_with_advice(ranks: RankPool) -> None:
+    everyone = _attempt(ranks, "graph_that_microbatches_share")
+    assert [seen.kind for seen in everyone] == ["RemoteStageError", "RemoteStageError", "RuntimeError"], everyone
+    for seen in everyone:
+        for word in ("a second time", "rank 2", "stage 2", "compute in each forward", "detach() it"):
+            assert word in seen.text, (word, seen.text)
+    _check_common(everyone)
+
+
 def test_outputs_that_cannot_be_merged_are_an_error_on_every_rank_at_the_next_step_at_the_latest(
     ranks: RankPool,
 ) -> None:

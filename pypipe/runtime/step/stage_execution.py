@@ -330,14 +330,18 @@ class StageExecution:
         roots, gradients = self._roots(microbatch, kept)
         received = kept.input
         start = time.perf_counter()
-        if roots and split:
-            of_batch = self._batch.leaves
-            leaves = of_batch if received is None else [*of_batch, *received.leaves]
-            self._adding = None
-            kept.weight_work = self._split.begin(roots, gradients, leaves, gathering=bool(of_batch))
-        elif roots:
-            self._adding = True
-            run_backward(roots, gradients)
+        try:
+            if roots and split:
+                of_batch = self._batch.leaves
+                leaves = of_batch if received is None else [*of_batch, *received.leaves]
+                self._adding = None
+                kept.weight_work = self._split.begin(roots, gradients, leaves, gathering=bool(of_batch))
+            elif roots:
+                self._adding = True
+                run_backward(roots, gradients)
+        except RuntimeError as error:
+            self._advise(error)
+            raise
         self._adding = False
         if kept.weight_work is None:
             self._added += 1
@@ -349,6 +353,14 @@ class StageExecution:
             received.leaves = []
         self.busy_seconds += time.perf_counter() - start
         return kept
+
+    def _advise(self, error: RuntimeError) -> None:
+        if "backward through the graph a second time" in str(error):
+            error.add_note(
+                f"pypipe: {self._where}: each microbatch has a backward of its own, so its graph must not reach into "
+                "that of another one: compute in each forward what the module keeps for later ones (a cached weight), "
+                "or detach() it (a state that is carried on)"
+            )
 
     def _roots(self, microbatch: int, kept: _Microbatch) -> tuple[list[Any], list[Tensor]]:
         """Where a backward begins, and with which gradients; waits for those."""
