@@ -49,11 +49,15 @@ class Schedule:
         args_chunk_spec, kwargs_chunk_spec: how arguments are cut: TensorChunkSpec(dim) or Replicate(), nested as the
             arguments are (for a dataclass or a NamedTuple, a dict by field). Default: every tensor along dimension 0,
             also within containers, NamedTuples and dataclasses; a nested tensor by its components, a BlockMask by its
-            rows; anything else to every microbatch. All have one length, the batch's; only a tensor with a
-            TensorChunkSpec for itself alone may have another: it is cut by itself, for example M rows into one for
-            each microbatch. An object that holds tensors and is none of these is refused, unless it has Replicate().
+            rows; anything else to every microbatch (a list or a dict without tensors is the very object, which stages
+            may fill; one with tensors is made anew for each microbatch). An array of numpy, and in a target a list or
+            tuple too, that is as long as the batch is refused: make it a tensor. All tensors have one length, the
+            batch's; only a tensor with a TensorChunkSpec for itself alone may have another: it is cut by itself, for
+            example M rows into one for each microbatch. An object that holds tensors and is none of these is refused,
+            unless it has Replicate().
         output_merge_spec: how the last stage's outputs are joined: TensorChunkSpec(dim), Replicate() or Reduce(...),
-            nested as the output is. Default: tensors along dimension 0.
+            nested as the output is. Default: tensors along dimension 0, those without dimensions into a vector with one
+            element for each microbatch. What is no tensor must be the same in all microbatches.
         scale_grads: True: gradients are those of the mean over the whole batch, for a loss_fn that takes the mean over
             its microbatch, each microbatch weighted by its share of the rows. False: plain sums over microbatches.
         target_chunk_spec: how the target is cut, nested as it is. Default: along dimension 0; a flattened one, whose

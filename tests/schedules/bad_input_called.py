@@ -56,6 +56,57 @@ def target_of_another_length(s: Setup) -> None:
 
 
 @case
+def target_that_is_a_list_of_numbers(s: Setup) -> None:
+    if s.last:
+        s.target, s.loss = [0.0] * 4, lambda output, target: (output[:, 0] - target[0]).square().mean()
+
+
+@case
+def kwargs_with_an_array_of_rows(s: Setup) -> None:
+    if s.rank == 1:
+        s.module, s.kwargs = WithFactor(), {"factor": torch.ones(4, 1, dtype=torch.float64).numpy()}
+
+
+@case
+def output_with_a_number_of_each_microbatch(s: Setup) -> None:
+    if s.last:
+        s.module = Returns(lambda output: (output, float(output.detach().sum())))
+        s.loss = lambda output, target: functional.mse_loss(output[0], target)
+
+
+class _Unrepeatable(dict[str, Any]):
+    def __init__(self, **items: Any) -> None:
+        super().__init__(**items)
+
+
+@case
+def output_that_cannot_be_made_again(s: Setup) -> None:
+    if s.last:
+        s.module = Returns(lambda output: _Unrepeatable(x=output))
+        s.loss = lambda output, target: functional.mse_loss(output["x"], target)
+
+
+class _Keeps(torch.nn.Module):
+    """Computes a weight once, and keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 6).double()
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kept is None:
+            self.kept = self.linear.weight.tanh()
+        return x @ self.kept
+
+
+@case
+def graph_that_microbatches_share(s: Setup) -> None:
+    if s.last:
+        s.module = _Keeps()
+
+
+@case
 def target_missing(s: Setup) -> None:
     if s.last:
         s.target = None

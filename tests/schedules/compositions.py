@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from compositions_run import RATE, WIDTH, Composition, Stage, every, run
+from compositions_run import RATE, ROWS, WIDTH, Composition, Stage, every, run
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -248,6 +248,58 @@ def _compiled(count: int) -> list[nn.Module]:
     return [torch.compile(Stage(), backend="aot_eager", fullgraph=True) for _ in range(count)]
 
 
+class _Auxiliary(torch.autograd.Function):
+    """Passes the output on, and adds an auxiliary loss in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, loss: Tensor) -> Tensor:
+        ctx.shape = loss.shape
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], gradients[0].new_ones(ctx.shape)
+
+
+def _injected(self: Around, x: Tensor) -> Tensor:
+    hidden = self.linear(x)
+    made: Any = _Auxiliary.apply(self.inner(x), 0.1 * hidden.square().mean() * (len(x) / ROWS))
+    return made
+
+
+def _penalized(output: Tensor, target: Tensor) -> Tensor:
+    with torch.enable_grad():
+        output = output if output.requires_grad else output.detach().requires_grad_()
+        loss = functional.mse_loss(output, target)
+        (slope,) = torch.autograd.grad(loss, output, create_graph=True)
+        return loss + slope.square().sum()
+
+
+class _Views(nn.Module):
+    """Returns tensors that share memory."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.linear, self.last = nn.Linear(WIDTH, WIDTH), last
+
+    def forward(self, x: Tensor, *views: Tensor) -> Any:
+        made = self.linear(x)
+        for view in views:
+            made = made + view.sum(1, keepdim=True)
+        return torch.tanh(made) if self.last else (made, made[:, :2], made.detach(), made)
+
+
+def _views(count: int) -> list[nn.Module]:
+    return [_Views(number == count - 1) for number in range(count)]
+
+
+def _cumulative_norm() -> nn.Module:
+    stage: Any = Stage()
+    norm = nn.BatchNorm1d(WIDTH, momentum=None)  # whose average does not depend on the order
+    stage.linear = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), norm)
+    return stage  # type: ignore[no-any-return]
+
+
 class _SyncBatchNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -396,6 +448,12 @@ COMPOSITIONS: dict[str, Composition] = {
         every(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH), nn.Tanh())),
         whole=False,
     ),
+    "`BatchNorm` in two stages of a rank": Composition(
+        every(_cumulative_norm), tie=_share, whole=False, schedules=V_SHAPED_OR_LOOPED
+    ),
+    "an auxiliary loss that a forward injects": Composition(_with(_injected)),
+    "`torch.autograd.grad` of the output in `loss_fn`": Composition(loss=_penalized, whole=False),
+    "outputs of a stage that share memory": Composition(_views),
     "`SyncBatchNorm` over ranks of the pipeline": Composition(
         every(_SyncBatchNorm), refused="SyncBatchNorm would add up the statistics of different stages"
     ),

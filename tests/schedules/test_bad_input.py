@@ -107,6 +107,10 @@ CALLED_WRONGLY = [
     ("kwargs_of_another_length_on_rank_0", 0, "InputError", ["factor", "has 3"], "Replicate()"),
     ("kwargs_of_another_length_on_rank_1", 1, "InputError", ["kwargs", "3 rows", "has 4"], "the same batch"),
     ("target_of_another_length", 2, "InputError", ["target", "3 rows", "has 4"], "the same batch"),
+    ("target_that_is_a_list_of_numbers", 2, "InputError", ["target is a list of 4 values"], "torch.as_tensor"),
+    ("kwargs_with_an_array_of_rows", 1, "InputError", ["kwargs['factor'] is a numpy.ndarray"], "Replicate()"),
+    ("output_with_a_number_of_each_microbatch", 2, "InputError", ["the output[1] is a float"], "return_outputs=False"),
+    ("output_that_cannot_be_made_again", 2, "InputError", ["_Unrepeatable cannot be made again"], "a plain dict"),
     ("target_missing", 2, "InputError", ["target="], "without loss_fn"),
     ("loss_that_is_no_scalar", 2, "InputError", ["loss_fn", "(2,)"], "one element"),
     ("loss_that_is_no_tensor", 2, "InputError", ["loss_fn", "float"], "one element"),
@@ -198,6 +202,15 @@ def test_what_a_stage_raises_is_raised_there_and_told_to_every_rank(
             "pypipe's own frames stand before the user's"
         )
         assert "bad_input_setup.py" in seen.origin["remote_traceback"] or len(seen.text) > 20_000
+    _check_common(everyone)
+
+
+def test_a_graph_that_reaches_from_one_microbatch_into_another_is_an_error_with_advice(ranks: RankPool) -> None:
+    everyone = _attempt(ranks, "graph_that_microbatches_share")
+    assert [seen.kind for seen in everyone] == ["RemoteStageError", "RemoteStageError", "RuntimeError"], everyone
+    for seen in everyone:
+        for word in ("a second time", "rank 2", "stage 2", "compute in each forward", "detach() it"):
+            assert word in seen.text, (word, seen.text)
     _check_common(everyone)
 
 

@@ -63,9 +63,14 @@ def _walk(value: Any, spec: Any, path: Path, leaves: list[Leaf], *, own: bool) -
     specs = [spec] * len(node.values) if one else _parts(spec, value, node, path)
     for key, its_value, its_spec in zip(node.keys, node.values, specs, strict=True):
         parts.append(_walk(its_value, its_spec, (path, node.separator, key), leaves, own=not one))
-    if not node.plain and not any(_changes(leaf) for leaf in leaves[start:]):
-        leaves[start:] = [Leaf(value, path)]
-        return _only, 1
+    mine = leaves[start:]
+    if not any(_changes(leaf) for leaf in mine):
+        given = {leaf.given for leaf in mine} or {is_replicate(spec)}
+        if len(given) < 2 or not node.plain:
+            # The very object, for a stage may fill it. (Where some of its values are given by Replicate() and others
+            # are not, the latter are still to be looked at.)
+            leaves[start:] = [Leaf(value, path, given=given == {True})]
+            return _only, 1
     return _rebuilder(node, parts, path), sum(count for _, count in parts)
 
 

@@ -28,7 +28,7 @@ class Leaf:
         value: the value.
         path: its place in the tree.
         dim: the dimension that it is cut along; None: it is not cut.
-        given: whether a chunk spec says so; else it is cut along dimension 0 as all are.
+        given: whether a chunk spec says so; else it is cut along dimension 0 as all are, or given to all.
         own: whether that spec is for this value alone. Then it is cut by itself, whatever its length.
     """
 
@@ -232,7 +232,7 @@ def as_leaf(value: Any, spec: Any, path: Path, *, own: bool) -> Leaf:
         InputError: the spec does not fit, or the value holds tensors and cannot be cut.
     """
     if is_replicate(spec):
-        return Leaf(value, path)
+        return Leaf(value, path, given=True)
     given = spec is not None
     if isinstance(value, Tensor):
         if value.is_nested:

@@ -1,4 +1,8 @@
-"""Putting the microbatches' outputs together again."""
+"""Putting the microbatches' outputs together again.
+
+Tensors are joined. What is no tensor is returned where it is the same in all microbatches: how it would be for the
+whole batch cannot be told else.
+"""
 
 from __future__ import annotations
 
@@ -10,47 +14,60 @@ from torch import Tensor
 
 from pypipe.errors import InputError
 from pypipe.runtime.batch.chunk_specs import is_chunk_spec, is_replicate
-from pypipe.runtime.batch.structure import Node, has_tensors, open_node
+from pypipe.runtime.batch.rows_uncut import is_array
+from pypipe.runtime.batch.structure import CannotRebuild, Node, Path, class_text, has_tensors, open_node, path_text
 
-__all__ = ["merge", "require_mergeable"]
+__all__ = ["merge", "require_alike", "require_mergeable"]
 
 
 def merge(outputs: Sequence[Any], spec: Any) -> Any:
     """Puts the outputs of all microbatches together: tensors along dimension 0, 0-d tensors into one vector.
+
+    A vector has one element for each microbatch. Of other values that are the same in all microbatches, the last one's
+    is returned.
 
     Args:
         outputs: one tree for each microbatch.
         spec: a tree of TensorChunkSpec, Replicate or Reduce, of the outputs' nesting or a prefix of it, or None.
 
     Raises:
-        InputError: the outputs' trees differ, or the spec does not fit.
+        InputError: the outputs' trees differ, or values in them that are no tensors, or the spec does not fit.
     """
     if isinstance(outputs[0], Tensor) and isinstance(spec, (tuple, list)) and len(spec) == 1:
         # torch's classes treat one tensor as a tuple of one, and return it as one where the spec is one.
         return (merge(outputs, spec[0]),)
-    return _merge(outputs, spec)
+    return _merge(outputs, spec, ("the output",))
 
 
-def _merge(outputs: Sequence[Any], spec: Any) -> Any:
+def _merge(outputs: Sequence[Any], spec: Any, path: Path) -> Any:
     node = open_node(outputs[0])
     if node is None:
-        return _merge_leaf(outputs, _one(spec, outputs[0]))
-    if not node.plain and not has_tensors(outputs[0]):
-        return outputs[-1]
-    nodes = [node]
-    for microbatch, output in enumerate(outputs[1:], 1):
-        other = open_node(output)
-        if other is None or other.shape != node.shape:
-            raise InputError(
-                f"the outputs of microbatches 0 and {microbatch} differ in structure ({_shape(outputs[0])} and "
-                f"{_shape(output)}), so they cannot be merged: pass return_outputs=False and use the losses"
-            )
-        nodes.append(other)
+        return _merge_leaf(outputs, _one(spec, outputs[0]), path)
+    if not node.plain and not hasattr(spec, "reduce_fn") and not any(has_tensors(output) for output in outputs):
+        return _only_value(outputs, spec, path)
+    nodes = [node, *(_like(node, outputs[0], output, number) for number, output in enumerate(outputs[1:], 1))]
     columns = zip(*(each.values for each in nodes), strict=True)
     values = [
-        _merge(column, its_spec) for column, its_spec in zip(columns, _parts(spec, outputs[0], node), strict=True)
+        _merge(column, its_spec, (path, node.separator, key))
+        for key, column, its_spec in zip(node.keys, columns, _parts(spec, outputs[0], node), strict=True)
     ]
-    return node.rebuild(values)
+    try:
+        return node.rebuild(values)
+    except CannotRebuild as error:
+        raise InputError(
+            f"{path_text(path)} cannot be joined: {error}; or pass return_outputs=False and use the losses"
+        ) from error
+
+
+def _like(node: Node, first: Any, output: Any, microbatch: int) -> Node:
+    """The container that a later microbatch's output is, which must be as the first one's."""
+    other = open_node(output)
+    if other is None or other.shape != node.shape:
+        raise InputError(
+            f"the outputs of microbatches 0 and {microbatch} differ in structure ({_shape(first)} and "
+            f"{_shape(output)}), so they cannot be merged: pass return_outputs=False and use the losses"
+        )
+    return other
 
 
 def _shape(output: Any) -> str:
@@ -87,6 +104,31 @@ def _require_mergeable(value: Any, spec: Any) -> None:
                 f"a microbatch's output has the shape {tuple(value.shape)}, which cannot be joined along dimension "
                 f"{dim}: pass an output_merge_spec that fits it, or return_outputs=False and use the losses"
             )
+
+
+def require_alike(first: Any, output: Any, microbatch: int, spec: Any) -> None:
+    """Whether a later microbatch's output can be merged with the first one's, as far as that costs nothing: in its
+    structure and in what is no tensor.
+
+    Raises:
+        InputError: they differ.
+    """
+    if not isinstance(output, Tensor):
+        _require_alike(first, output, microbatch, spec, ("the output",))
+
+
+def _require_alike(first: Any, output: Any, microbatch: int, spec: Any, path: Path) -> None:
+    if isinstance(first, Tensor) or hasattr(spec, "reduce_fn") or is_replicate(spec):
+        return  # of whatever else is wrong, merge() tells
+    node = open_node(first)
+    if node is None or (not node.plain and not has_tensors(first) and not has_tensors(output)):
+        if not isinstance(output, Tensor):
+            _require_same(first, output, microbatch, path)
+        return
+    other = _like(node, first, output, microbatch)
+    columns = zip(node.keys, node.values, other.values, _parts(spec, first, node), strict=True)
+    for key, its_first, its_output, its_spec in columns:
+        _require_alike(its_first, its_output, microbatch, its_spec, (path, node.separator, key))
 
 
 def _is_one(spec: Any) -> bool:
@@ -139,7 +181,42 @@ def _require_first(dim: int) -> None:
         )
 
 
-def _merge_leaf(values: Sequence[Any], spec: Any) -> Any:
+def _only_value(values: Sequence[Any], spec: Any, path: Path) -> Any:
+    """What is no tensor: the last microbatch's, if all have the same, or where Replicate() asks for it."""
+    if not is_replicate(spec):
+        for microbatch, value in enumerate(values[1:], 1):
+            _require_same(values[0], value, microbatch, path)
+    return values[-1]
+
+
+def _require_same(first: Any, value: Any, microbatch: int, path: Path) -> None:
+    if not _is_same(first, value):
+        raise InputError(
+            f"{path_text(path)} is a {class_text(first)}, which is not joined, and microbatches 0 and {microbatch} "
+            f"have different ones ({_short(first)} and {_short(value)}): return a tensor (a number as "
+            "torch.tensor(...), of which there is then one for each microbatch); or say with output_merge_spec what to "
+            "do with it: Replicate() takes the last one's, Reduce(...) folds them; or pass return_outputs=False and "
+            "use the losses"
+        )
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other) or is_array(one):  # an array has rows, which may be equal by accident
+        return False
+    try:
+        return bool(one == other) or (bool(one != one) and bool(other != other))  # NaN is the same as NaN
+    except Exception:
+        return False
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _merge_leaf(values: Sequence[Any], spec: Any, path: Path) -> Any:
     if hasattr(spec, "reduce_fn"):
         total = spec.init_value
         for value in values:
@@ -149,7 +226,7 @@ def _merge_leaf(values: Sequence[Any], spec: Any) -> Any:
         return values[-1]
     tensors = [isinstance(value, Tensor) for value in values]
     if not any(tensors):
-        return values[-1]
+        return _only_value(values, spec, path)
     if not all(tensors):
         other = tensors.index(not tensors[0])
         raise InputError(

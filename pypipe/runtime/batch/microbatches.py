@@ -16,7 +16,8 @@ from pypipe.errors import InputError
 from pypipe.runtime.batch import offsets
 from pypipe.runtime.batch.flattening import Rebuild, flatten
 from pypipe.runtime.batch.leaves import Leaf, TensorLeaf
-from pypipe.runtime.batch.structure import path_keys, path_text
+from pypipe.runtime.batch.rows_uncut import rows_within
+from pypipe.runtime.batch.structure import class_text, path_keys, path_text
 
 __all__ = ["Cuttable", "Origin", "Pieces", "sizes"]
 
@@ -139,7 +140,8 @@ class Cuttable:
                 plain which rows a tensor without a chunk spec has in dimension 0: none is cut in proportion.
 
         Raises:
-            InputError: fewer rows than microbatches, lengths that differ, or cumulative offsets.
+            InputError: fewer rows than microbatches, lengths that differ, cumulative offsets, or rows in what is no
+                tensor.
         """
         if not batch_rows:
             batch_rows, others = self.rows(n_microbatches), ()
@@ -150,6 +152,8 @@ class Cuttable:
         cuts: list[Sequence[int] | None] = []
         for leaf in self._leaves:
             if leaf.dim is None:
+                if n_microbatches > 1 and not (leaf.given or leaf.follows):
+                    self._require_no_rows(leaf, batch_rows)
                 cuts.append(sizes(batch_rows, n_microbatches) if leaf.follows and n_microbatches > 1 else None)
                 continue
             if leaf.own:
@@ -178,6 +182,17 @@ class Cuttable:
         if batch_rows < n_microbatches:
             raise self._too_short(batch_rows, n_microbatches)
         return [size * (rows // batch_rows) for size in sizes(batch_rows, n_microbatches)]
+
+    def _require_no_rows(self, leaf: Leaf, batch_rows: int) -> None:
+        """Raises InputError where a value that is not cut has as many rows as the batch."""
+        found = rows_within(leaf.value, leaf.path, batch_rows, lists=self._origin.name == "target")
+        if found is not None:
+            raise InputError(
+                f"{path_text(found.path)} is a {class_text(found.value)} of {batch_rows} values, as many "
+                "as the batch has rows, but only tensors are cut into microbatches: make it a tensor "
+                "(torch.as_tensor(...); for strings, of their indices). If each microbatch is to have the whole, give "
+                f"it Replicate() in {self._origin.spec_argument}"
+            )
 
     def _cuts_of_its_own(self, leaf: Leaf, n_microbatches: int, batch_rows: int) -> list[int]:
         rows = leaf.rows

@@ -22,6 +22,7 @@ __all__ = [
     "Node",
     "Path",
     "attributes",
+    "class_text",
     "has_tensors",
     "map_tensors",
     "open_node",
@@ -189,6 +190,12 @@ def _completed(kind: type, made: Any, extras: dict[str, Any], right: bool) -> An
     return made
 
 
+def class_text(value: Any) -> str:
+    """The name of its class, as messages have it."""
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
 def path_text(path: Path) -> str:
     """`args[0]['meta'].offsets`."""
     parts: list[str] = []
@@ -217,8 +224,17 @@ def has_tensors(tree: Any) -> bool:
 
 
 def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
-    """A tree like `tree` with `function(tensor)` in each tensor's place; containers without tensors are themselves."""
-    return _mapped(tree, function)[0]
+    """Of a stage's output, a tree like it with `function(tensor)` in each tensor's place.
+
+    Containers without tensors are themselves.
+
+    Raises:
+        InputError: a container with tensors cannot be made again.
+    """
+    try:
+        return _mapped(tree, function)[0]
+    except CannotRebuild as error:
+        raise InputError(f"the stage's output: {error}") from error
 
 
 def _mapped(tree: Any, function: Callable[[Tensor], Any]) -> tuple[Any, bool]:

@@ -5,17 +5,23 @@ its own backward: it detaches the output, walks its own graph piece by piece so 
 leaves the gradient on the output, and returns a number (chunked cross entropy). That gradient is meant to go on into
 the stage, but in this microbatch's backward, which comes later.
 
-So the first microbatch's loss is computed on a cut: on leaves with the output's values, on which gradients gather
-without going on. If the function leaves some there, it gets leaves ever after. Else it gets the output itself, which
-saves an engine run a microbatch. Meanwhile `.grad` of the stage's parameters is set aside, for the function's backward
-may use them too (a head in the last stage): what has come there is weighted as the rest is, or taken back if the loss
-is refused.
+So in the first step losses are computed on a cut: on leaves with the output's values, on which gradients gather
+without going on. If the function has left any there, in whichever microbatch, it gets leaves ever after. Else it gets
+the output itself from the second step on, which saves an engine run a microbatch. Meanwhile `.grad` of the stage's
+parameters is set aside, for the function's backward may use them too (a head in the last stage): what has come there is
+weighted as the rest is, or taken back if the loss is refused. A function that begins to run its own backward in a later
+step has added gradients before they can be weighted: that is an error.
+
+What goes on into the stage is what does without a pipeline: what a backward() of the function has brought to the
+output, and what the returned loss brings there. Only where neither has brought anything does the output's `.grad`
+count, which the function has assigned. What torch.autograd.grad() returns is the function's own affair.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,44 +38,86 @@ Roots = tuple[list[Any], list[Tensor]]
 
 
 class _Cut:
-    """One output tensor, cut off from its stage."""
+    """One output tensor, cut off from its stage.
 
-    __slots__ = ("edge", "inside", "leaf")
+    Attributes:
+        edge: where the tensor's gradient goes.
+        inside: what the loss function gets, which it may change in place; None once it has run.
+        own: the gradient that a backward() of the function's has brought here.
+        assigned: the one that the function has left as `.grad`. It counts where no other has come.
+    """
+
+    __slots__ = ("assigned", "edge", "inside", "leaf", "own")
 
     def __init__(self, tensor: Tensor) -> None:
         self.edge = gradient_edge(tensor)
         self.leaf = tensor.detach().requires_grad_()
-        self.inside = enter(self.leaf)  # what the loss function gets: it may change it in place
-        self.inside.retain_grad()  # else to look at its `.grad` is a warning
+        self.inside: Tensor | None = enter(self.leaf)
+        self.own: Tensor | None = None
+        self.assigned: Tensor | None = None
 
-    def take(self) -> Tensor | None:
-        """The gradient that has gathered, or that was put there as `.grad`."""
-        gradient, self.leaf.grad = self.leaf.grad, None
-        if gradient is None:
-            gradient = self.inside.grad
-        self.inside.grad = None
-        if self.inside._version:  # else autograd would not see that what the stage has saved is changed
+    def take(self, *, has_graph: bool) -> bool:
+        """Takes what the loss function has left; returns whether that is anything.
+
+        Args:
+            has_graph: whether the returned loss has a graph.
+        """
+        inside, self.inside = self.inside, None
+        assert inside is not None
+        if inside._version:  # else autograd would not see that what the stage has saved is changed
             torch.autograd.graph.increment_version(self.leaf)
-        return gradient
+        self.own, self.leaf.grad = self.leaf.grad, None
+        if self.own is None:
+            retains = inside.retains_grad  # then autograd.grad() fills `.grad` too, which leads nowhere
+            if not (inside.is_leaf or retains):
+                inside.retain_grad()  # else to look at `.grad` is a warning
+            if not (retains and has_graph):
+                self.assigned = inside.grad
+        return self.own is not None or self.assigned is not None
+
+    def gradient(self, weight: float) -> Tensor | None:
+        """The gradient that goes on into the stage, after the backward of the returned loss.
+
+        Args:
+            weight: of what the loss function has left; the loss's own backward is weighted already.
+        """
+        left = self.own
+        if left is None and self.leaf.grad is None:
+            left = self.assigned
+        if left is None:
+            return self.leaf.grad
+        left = left if weight == 1.0 else left * weight
+        return left if self.leaf.grad is None else self.leaf.grad + left
 
 
 class _Pending:
     """A microbatch between its forward and its backward."""
 
-    __slots__ = ("cuts", "gradients", "loss")
+    __slots__ = ("cuts", "loss")
 
-    def __init__(self, loss: Tensor | None, cuts: list[_Cut], gradients: list[Tensor | None]) -> None:
+    def __init__(self, loss: Tensor | None, cuts: list[_Cut]) -> None:
         self.loss = loss
         self.cuts = cuts
-        self.gradients = gradients  # those that the loss function has left on the cuts
+
+
+class _Watch:
+    """Gradients of parameters, which tell whether anything has been added to them."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]  # they may be replaced between steps
+
+    def state(self, leaves: Iterable[Tensor] = ()) -> list[tuple[int, int]]:
+        """The same twice, if nothing has been added to them, or to these leaves, meanwhile."""
+        watched: list[Tensor | None] = [*leaves, *(reference() for reference in self._parameters)]
+        gradients = [None if tensor is None else tensor.grad for tensor in watched]
+        return [(0, 0) if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
 
 
 class _SetAside:
     """`.grad` of parameters, while the loss function runs."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
-        parameters = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
-        self._before = [(parameter, parameter.grad) for parameter in parameters.values()]
+        self._before = [(parameter, parameter.grad) for parameter in _parameters(modules)]
         for parameter, _ in self._before:
             parameter.grad = None
 
@@ -108,12 +156,30 @@ class Losses:
         self._where = where
         self._weighs = weighs
         self._runs_backward: bool | None = None  # by itself; None: not known yet
+        self._watch = _Watch([])
+        self._of_losses: dict[int, Tensor] = {}  # parameters that the first step's losses depend on by themselves
+        self._has_leaves = False
         self._pending: dict[int, _Pending] = {}
         self._weights: dict[tuple[Any, ...], Tensor] = {}
 
     def reset(self) -> None:
         """Forgets the microbatches of a step."""
         self._pending = {}
+
+    def end_step(self) -> None:
+        """After a step without an error, of which compute() has seen each microbatch."""
+        if self._runs_backward is not None:
+            return
+        self._runs_backward = False
+        # A backward through the output adds to what leads there; the input's leaves show that, else a parameter does.
+        # One that does not go through the output adds to what the loss depends on by itself, or to what is unused yet.
+        watched = self._of_losses
+        used = [parameter for parameter in _parameters(self._modules) if parameter.grad is not None]
+        watched |= {id(parameter): parameter for parameter in _parameters(self._modules) if parameter.grad is None}
+        if not self._has_leaves:
+            watched |= {id(parameter): parameter for parameter in (*used[:1], *used[-1:])}
+        self._watch = _Watch(watched.values())
+        self._of_losses = {}
 
     def compute(
         self,
@@ -122,6 +188,7 @@ class Losses:
         target: Any,
         options: dict[str, Any],
         weight: Callable[[], float] | None,
+        leaves: Sequence[Tensor] = (),
     ) -> Tensor:
         """Calls the loss function.
 
@@ -130,37 +197,64 @@ class Losses:
             output, target: what the function is called with.
             options: its keyword arguments.
             weight: tells the microbatch's weight in the batch's loss; None: no backward will follow.
+            leaves: of the stage's input.
 
         Returns:
             The loss, detached; one element.
 
         Raises:
-            InputError: the loss is not a tensor of one element, or no gradient can be had of it.
+            InputError: the loss is not a tensor of one element, or no gradient can be had of it; or the function has
+                begun to run its own backward after the first step.
         """
-        if weight is None or self._runs_backward is False:
+        if weight is None:
+            return self._checked(self._function(output, target, **options)).detach()
+        if self._runs_backward is False:
+            before = self._watch.state(leaves)
             loss = self._checked(self._function(output, target, **options))
-            if weight is not None:
-                self._require_gradient(loss.requires_grad)
-                self._pending[microbatch] = _Pending(loss, [], [])
+            if self._watch.state(leaves) != before:
+                raise self._begun(microbatch)
+            self._require_gradient(loss.requires_grad)
+            self._pending[microbatch] = _Pending(loss, [])
             return loss.detach()
+        self._has_leaves = self._has_leaves or bool(leaves)
         cuts: list[_Cut] = []
         output = _cut(output, cuts)
         aside = _SetAside(self._modules)
         try:
-            loss = self._checked(self._function(output, target, **options))
-            gradients = [cut.take() for cut in cuts]
-            left = any(gradient is not None for gradient in gradients)
+            loss = self._checked(self._call_on_cut(output, target, options))
+            taken = [cut.take(has_graph=loss.requires_grad) for cut in cuts]
+            left = any(taken)
             self._require_gradient(loss.requires_grad or left)
         except BaseException:
             aside.take_back()
             raise
         added = aside.add(weight())
-        if self._runs_backward is None:
-            self._runs_backward = left or added
+        if self._runs_backward is None and (left or added):
+            self._runs_backward = True
             if left and self._weighs and not added:
                 _tell_what_is_not_weighted(self._where)
-        self._pending[microbatch] = _Pending(loss if loss.requires_grad else None, cuts, gradients)
+        self._pending[microbatch] = _Pending(loss if loss.requires_grad else None, cuts)
         return loss.detach()
+
+    def _call_on_cut(self, output: Any, target: Any, options: dict[str, Any]) -> Any:
+        try:
+            return self._function(output, target, **options)
+        except RuntimeError as error:
+            if "not have been used in the graph" in str(error):
+                error.add_note(
+                    f"pypipe: {self._where}: loss_fn gets the output without the stage's graph: torch.autograd.grad() "
+                    "can be asked for gradients of the output there, and not for those of the stage's parameters"
+                )
+            raise
+
+    def _begun(self, microbatch: int) -> InputError:
+        self._runs_backward = None
+        return InputError(
+            f"{self._where}, microbatch {microbatch}: loss_fn has run a backward of its own, which it had not done in "
+            "the first step. What it has added to .grad is not weighted by the microbatch's share of the batch: call "
+            "zero_grad(). Let it return a loss with a graph always; or let it run its own backward in the first step "
+            "too, if only by output.backward(torch.zeros_like(output))"
+        )
 
     def _checked(self, loss: Any) -> Tensor:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -172,12 +266,20 @@ class Losses:
         return loss
 
     def _require_gradient(self, has_one: bool) -> None:
-        if not has_one:
+        if has_one:
+            return
+        if self._runs_backward is False:
             raise InputError(
-                f"{self._where}: the loss depends on nothing that requires a gradient: unfreeze a parameter, look for "
-                "a detach() or no_grad() on the way to the loss, leave the gradient on the output if loss_fn runs its "
-                "own backward, or call eval()"
+                f"{self._where}: loss_fn returned a loss without a graph, which in the first step had one: look for a "
+                "detach() or no_grad() on the way to the loss. If it runs its own backward now, let it do so in the "
+                "first step too, if only by output.backward(torch.zeros_like(output)); and call zero_grad(), since it "
+                "may have added to .grad"
             )
+        raise InputError(
+            f"{self._where}: the loss depends on nothing that requires a gradient: unfreeze a parameter, look for "
+            "a detach() or no_grad() on the way to the loss, leave the gradient on the output if loss_fn runs its "
+            "own backward, or call eval()"
+        )
 
     def roots(self, microbatch: int, weight: float) -> Roots:
         """What the microbatch's backward starts from.
@@ -190,18 +292,28 @@ class Losses:
             first = self._first_gradient(weight, pending.loss)
             if not pending.cuts:
                 return [pending.loss], [first]
-            run_backward([pending.loss], [first])
+            self._run_own(pending.loss, first)
         roots: list[Any] = []
         gradients: list[Tensor] = []
-        for cut, left in zip(pending.cuts, pending.gradients, strict=True):
-            gradient = cut.leaf.grad
-            if left is not None:
-                own = left if weight == 1.0 else left * weight
-                gradient = own if gradient is None else gradient + own
+        for cut in pending.cuts:
+            gradient = cut.gradient(weight)
             if gradient is not None:
                 roots.append(cut.edge)
                 gradients.append(gradient)
         return roots, gradients
+
+    def _run_own(self, loss: Tensor, first: Tensor) -> None:
+        """Backward from a loss to the cuts; in the first step, looks what else it comes to."""
+        if self._runs_backward is not None:
+            run_backward([loss], [first])
+            return
+        parameters = _parameters(self._modules)
+        watch = _Watch(parameters)
+        before = watch.state()
+        run_backward([loss], [first])
+        for parameter, was, now in zip(parameters, before, watch.state(), strict=True):
+            if was != now:
+                self._of_losses[id(parameter)] = parameter
 
     def _first_gradient(self, weight: float, loss: Tensor) -> Tensor:
         key = (weight, loss.dtype, loss.device, loss.shape)
@@ -211,6 +323,11 @@ class Losses:
                 self._weights.clear()
             found = self._weights[key] = torch.full_like(loss, weight, requires_grad=False)
         return found.clone()  # autograd may make it, or a view of it, somebody's `.grad`
+
+
+def _parameters(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Those that require a gradient, each once."""
+    return list({id(p): p for module in modules for p in module.parameters() if p.requires_grad}.values())
 
 
 def _cut(output: Any, cuts: list[_Cut]) -> Any:
@@ -223,7 +340,7 @@ def _cut(output: Any, cuts: list[_Cut]) -> Any:
         if id(tensor) not in made:
             made[id(tensor)] = _Cut(tensor)
             cuts.append(made[id(tensor)])
-        return made[id(tensor)].inside
+        return made[id(tensor)].inside  # type: ignore[return-value]
 
     return map_tensors(output, cut)
 

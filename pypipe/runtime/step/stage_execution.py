@@ -19,7 +19,7 @@ from pypipe.runtime.autograd.deferred_hooks import DeferredHooks
 from pypipe.runtime.autograd.engine import gradient_edge, run_backward
 from pypipe.runtime.autograd.split import SplitBackward, WeightWork
 from pypipe.runtime.batch.batch import Batch, ChunkSpecs, Share
-from pypipe.runtime.batch.merging import require_mergeable
+from pypipe.runtime.batch.merging import require_alike, require_mergeable
 from pypipe.runtime.batch.structure import map_tensors
 from pypipe.runtime.data_parallel.wrappers import Wrapper
 from pypipe.runtime.diagnostics.checks import require_finite
@@ -285,13 +285,17 @@ class StageExecution:
             assert self._losses is not None
             target = self._batch.target(microbatch, share)
             weight = (lambda: self._weight(microbatch, share)) if self._training else None
-            loss = self._losses.compute(microbatch, output, target, self._loss_kwargs, weight)
+            leaves = () if received is None else received.leaves
+            loss = self._losses.compute(microbatch, output, target, self._loss_kwargs, weight, leaves)
             if self.find_nan:
                 require_finite(loss, f"{self._where}, microbatch {microbatch}: the loss")
             self.losses[microbatch] = _owned(loss, received)
         if self._keep_results:
-            if not self.results:  # a spec that does not fit is an error of this step on every rank
+            # What cannot be merged is an error of this step on every rank.
+            if not self.results:
                 require_mergeable(output, self._batch.merge_spec)
+            else:
+                require_alike(next(iter(self.results.values())), output, microbatch, self._batch.merge_spec)
             self.results[microbatch] = _owned(_detached(output), received)
 
     def send_forward(self, microbatch: int) -> None:
@@ -354,14 +358,18 @@ class StageExecution:
         roots, gradients = self._roots(microbatch, kept)
         received = kept.input
         start = time.perf_counter()
-        if roots and split:
-            of_batch = self._batch.leaves
-            leaves = of_batch if received is None else [*of_batch, *received.leaves]
-            self._adding = None
-            kept.weight_work = self._split.begin(roots, gradients, leaves, gathering=bool(of_batch))
-        elif roots:
-            self._adding = True
-            run_backward(roots, gradients)
+        try:
+            if roots and split:
+                of_batch = self._batch.leaves
+                leaves = of_batch if received is None else [*of_batch, *received.leaves]
+                self._adding = None
+                kept.weight_work = self._split.begin(roots, gradients, leaves, gathering=bool(of_batch))
+            elif roots:
+                self._adding = True
+                run_backward(roots, gradients)
+        except RuntimeError as error:
+            self._advise(error)
+            raise
         self._adding = False
         if kept.weight_work is None:
             self._added += 1
@@ -373,6 +381,14 @@ class StageExecution:
             received.leaves = []
         self.busy_seconds += time.perf_counter() - start
         return kept
+
+    def _advise(self, error: RuntimeError) -> None:
+        if "backward through the graph a second time" in str(error):
+            error.add_note(
+                f"pypipe: {self._where}: each microbatch has a backward of its own, so its graph must not reach into "
+                "that of another one: compute in each forward what the module keeps for later ones (a cached weight), "
+                "or detach() it (a state that is carried on)"
+            )
 
     def _roots(self, microbatch: int, kept: _Microbatch) -> tuple[list[Any], list[Tensor]]:
         """Where a backward begins, and with which gradients; waits for those."""
@@ -435,6 +451,8 @@ class StageExecution:
             self._inputs.end_step(training=self._training)
         if not self._training:
             return
+        if self._losses is not None:
+            self._losses.end_step()
         if self._gradients is not None:
             self._gradients.end_step()
         self._deferred_hooks.run()

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -134,14 +135,34 @@ def _describe_tensor(tensor: Tensor, path: tuple[Any, ...]) -> Description:
             f"{'' if tensor.is_nested else f' of shape {tuple(tensor.shape)}'}; "
             "only dense (strided) tensors can be sent to the next stage: convert it, for example with to_dense()."
         )
-    if hasattr(tensor, "__tensor_flatten__"):
-        raise LayoutError(
-            f"output{_place(path)} is a {type(tensor).__name__}, a tensor that wraps other tensors; "
-            "return the tensors that it holds instead."
-        )
+    if type(tensor) is not Tensor:
+        _require_known_class(tensor, path)
     shape = tuple(tensor.shape)
     strides = None if tensor.is_contiguous() else _dense_strides(tensor)
     return ("T", _NAMES[tensor.dtype], shape, strides, tensor.requires_grad)
+
+
+def _require_known_class(tensor: Tensor, path: Sequence[Any]) -> None:
+    """Raises LayoutError for a subclass of Tensor: only values travel, so it would arrive without its ways."""
+    kind = type(tensor)
+    if kind is torch.nn.Parameter or _is_fake(tensor):
+        return
+    wraps = hasattr(tensor, "__tensor_flatten__") or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+    raise LayoutError(
+        f"output{_place(path)} is a {kind.__module__}.{kind.__qualname__}, "
+        + (
+            "a tensor that wraps other tensors; return the tensors that it holds instead."
+            if wraps
+            else "a subclass of torch.Tensor, which would arrive at the next stage as a plain tensor, without its "
+            "class and attributes: return tensor.as_subclass(torch.Tensor), and make the object anew in the next stage."
+        )
+    )
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    """Whether it has a shape and no memory. Stages of one rank may hand it over."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and isinstance(tensor, module.FakeTensor)
 
 
 def _dense_strides(tensor: Tensor) -> tuple[int, ...] | None:
@@ -168,7 +189,13 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def as_sent(tensor: Tensor, strides: tuple[int, ...] | None) -> Tensor:
-    """`tensor` itself where its memory is what the description says, else a copy that is. No autograd."""
+    """`tensor` itself where its memory is what the description says, else a copy that is. No autograd.
+
+    Raises:
+        LayoutError: it has no memory.
+    """
+    if type(tensor) is not Tensor and _is_fake(tensor):
+        raise LayoutError("the output is a FakeTensor, which has no values that could be sent to another rank")
     if tensor.is_complex() and tensor.is_conj():
         tensor = tensor.detach().resolve_conj()
     if tensor.is_neg():

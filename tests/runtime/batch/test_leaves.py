@@ -372,12 +372,15 @@ def test_specs_are_given_by_field() -> None:
 
 
 def test_outputs_in_dataclasses_and_dicts_of_their_own_kind_are_joined_leaf_by_leaf() -> None:
-    joined = merging.merge([Plain(rows()[:2], 1), Plain(rows()[2:], 2)], None)
+    joined = merging.merge([Plain(rows()[:2], 2), Plain(rows()[2:], 2)], None)
     assert (type(joined), joined.x.tolist(), joined.n) == (Plain, [0, 1, 2, 3, 4], 2)
     joined = merging.merge([Attributes(x=rows(1)[:2].mT), Attributes(x=rows(1)[2:].mT)], {"x": TensorChunkSpec(1)})
     assert (joined.x.tolist(), joined["x"].shape) == ([[0, 1, 2, 3, 4]], (1, ROWS))
     plain = Plain(1)
-    assert merging.merge([Plain(0), plain], None) is plain
+    assert merging.merge([Plain(1), plain], None) is plain
+    assert merging.merge([Plain(0), plain], Replicate()) is plain
+    with pytest.raises(InputError, match=r"the output is a .*Plain, .* microbatches 0 and 1 have different ones"):
+        merging.merge([Plain(0), plain], None)
     with pytest.raises(InputError, match="microbatches 0 and 1 differ in structure"):
         merging.merge([Plain(rows()), Pair(rows(), 1)], None)
     with pytest.raises(InputError, match="a TakesTwo cannot be made again"):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import operator
+import types
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -298,9 +301,50 @@ def test_the_own_reducer_folds_in_order() -> None:
     assert merging.merge([3, 4], Reduce(1, lambda a, b: a * 10 + b)) == 134
 
 
-def test_tensors_of_no_dimension_make_a_vector_and_other_values_are_the_last_ones() -> None:
-    merged = merging.merge([(torch.tensor(1.0), 5, None), (torch.tensor(2.0), 6, None)], None)
-    same(merged, (torch.tensor([1.0, 2.0]), 6, None))
+def test_tensors_of_no_dimension_make_a_vector_and_other_values_are_those_that_all_have() -> None:
+    merged = merging.merge([(torch.tensor(1.0), 5, None), (torch.tensor(2.0), 5, None)], None)
+    same(merged, (torch.tensor([1.0, 2.0]), 5, None))
+    array = np.zeros((2, 3))
+    for value in (float("nan"), "text", [1, ("a",)], torch.float16, array, {}):
+        same(merging.merge([value, value], None), value)
+    assert math.isnan(merging.merge([math.nan, float("nan")], None))
+    assert merging.merge([array], None) is array
+
+
+class _NoComparison:
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ((5, 6), ["the output['x'][1] is a int", "5 and 6"]),
+        ((1, 1.0), ["int"]),
+        ((True, 1), ["bool"]),
+        ((0.25, 0.5), ["float", "0.25 and 0.5", "torch.tensor(...)"]),
+        (("a" * 99, "b"), ["str", "'aaa", "..."]),
+        ((None, 1), ["NoneType"]),
+        ((np.zeros(2), np.zeros(2)), ["numpy.ndarray"]),
+        ((types.SimpleNamespace(a=1), types.SimpleNamespace(a=2)), ["SimpleNamespace"]),
+        ((_NoComparison(), _NoComparison()), ["_NoComparison"]),
+    ],
+)
+def test_values_that_are_no_tensors_and_differ_are_refused_by_name(values: tuple[Any, Any], words: list[str]) -> None:
+    outputs = [{"x": (numbered(1), value)} for value in (values[0], values[0], values[1])]
+    with pytest.raises(InputError) as caught:
+        merging.merge(outputs, None)
+    for word in ["the output['x'][1]", "microbatches 0 and ", "output_merge_spec", "return_outputs=False", *words]:
+        assert word in str(caught.value), f"{word!r} is not in {str(caught.value)!r}"
+    with pytest.raises(InputError, match="microbatches 0 and 7 have different ones"):
+        merging.require_alike(outputs[0], outputs[2], 7, None)
+    for spec in (Replicate(), {"x": (None, Replicate())}):
+        assert merging.merge(outputs, spec)["x"][1] is values[1]
+        merging.require_alike(outputs[0], outputs[2], 2, spec)
+    with pytest.raises(InputError, match="microbatches 0 and 2 differ in structure"):
+        merging.require_alike(outputs[0], {"x": 1}, 2, None)
 
 
 def test_a_spec_for_a_part_of_the_output_leaves_the_rest_at_dimension_0() -> None:
@@ -378,3 +422,59 @@ def test_a_merge_spec_that_fits_no_output_is_refused_with_the_first_one(
 def test_a_merge_spec_that_fits_is_let_be(output: Any, spec: Any) -> None:
     merging.require_mergeable(output, spec)
     merging.merge([output, output], spec)
+
+
+ROWS_UNCUT = [
+    (lambda: [0.5, 1.5, 2.5, 3.5], "the", ["list of 4 values"]),
+    (lambda: ("a", "b", "c", "d"), "the", ["tuple of 4 values", "indices"]),
+    (lambda: [[1], [1, 2], [], [3]], "the", ["list of 4 values"]),
+    (lambda: [torch.tensor(1.0)] * 4, "the", ["list of 4 values"]),
+    (lambda: {"names": {"all": [True, 1, 2.0, 3]}}, "the['names']['all']", ["list of 4 values"]),
+    (lambda: np.zeros((4, 2)), "the", ["numpy.ndarray of 4 values"]),
+    (lambda: {"x": [1, np.zeros(4)]}, "the['x'][1]", ["numpy.ndarray of 4 values"]),
+]
+
+
+@pytest.mark.parametrize(("make", "place", "words"), ROWS_UNCUT)
+def test_rows_of_the_batch_in_what_is_no_tensor_are_refused_by_name(make: Any, place: str, words: list[str]) -> None:
+    tree = (numbered(4), make())
+    with pytest.raises(InputError) as caught:
+        split(tree, None, 2, "target")
+    for word in [f"{place.replace('the', 'target[1]', 1)} is a ", *words, "torch.as_tensor", "target_chunk_spec"]:
+        assert word in str(caught.value), f"{word!r} is not in {str(caught.value)!r}"
+    for piece in split(tree, (None, Replicate()), 2, "target"):
+        assert piece[1] is tree[1]
+    assert split(tree, None, 1, "target")[0][1] is tree[1]
+    if "ndarray" in str(caught.value):
+        with pytest.raises(InputError, match=r"kwargs.* is a numpy\.ndarray"):
+            split({"x": numbered(4), "it": make()}, None, 2, "kwargs")
+
+
+def test_values_that_are_no_rows_are_given_to_all() -> None:
+    sizes = {
+        "x": numbered(4),
+        "size": (1, 2, 3, 4),
+        "flags": [True] * 4,
+        "weights": np.ones(3),
+        "number": np.float32(1),
+    }
+    for piece in split(sizes, None, 2, "kwargs"):
+        assert all(piece[name] is sizes[name] for name in list(sizes)[1:])
+    for target in (("mean", 0.5, None, 2), [1.0, 2.0, 3.0], "abcd", {"a": 1, "b": 2, "c": 3, "d": 4}):
+        assert all(piece[1] is target for piece in split((numbered(4), target), None, 2, "target"))
+
+
+def test_a_list_or_a_dict_without_tensors_is_the_very_object_so_that_stages_may_fill_it() -> None:
+    kwargs: dict[str, Any] = {"x": numbered(4), "seen": [], "notes": {"n": 0}, "deep": {"x": numbered(4), "seen": []}}
+    for piece in split(kwargs, None, 2, "kwargs"):
+        piece["seen"].append(len(piece["x"]))
+        piece["notes"]["n"] += 1
+        piece["deep"]["seen"].append(len(piece["x"]))
+    assert (kwargs["seen"], kwargs["notes"], kwargs["deep"]["seen"]) == ([2, 2], {"n": 2}, [2, 2])
+    assert all(piece is kwargs["notes"] for piece in split(kwargs["notes"], None, 2, "kwargs"))
+
+
+def test_a_spec_for_a_part_of_a_container_without_tensors_leaves_the_rest_looked_at() -> None:
+    tree = {"x": numbered(4), "it": {"a": np.zeros(4), "b": np.zeros(4)}}
+    with pytest.raises(InputError, match=r"kwargs\['it'\]\['b'\] is a numpy\.ndarray"):
+        split(tree, {"it": {"a": Replicate()}}, 2, "kwargs")

@@ -56,6 +56,47 @@ def _hands_over(output: Tensor, target: Tensor) -> Tensor:
     return total + through - through.detach()
 
 
+def _looks(output: Tensor, target: Tensor) -> Tensor:
+    torch.autograd.grad((output * target).sum(), output)
+    return functional.mse_loss(output, target)
+
+
+def _retains_and_looks(output: Tensor, target: Tensor) -> Tensor:
+    output.retain_grad()
+    return _looks(output, target)
+
+
+def _notes(output: Tensor, target: Tensor) -> Tensor:
+    (output.grad,) = torch.autograd.grad((output * target).sum(), output)
+    return functional.mse_loss(output, target)
+
+
+def _penalizes(output: Tensor, target: Tensor) -> Tensor:
+    (slope,) = torch.autograd.grad((torch.tanh(output) * target).sum(), output, create_graph=True)
+    return functional.mse_loss(output, target) + slope.pow(2).mean()
+
+
+def _regularizes(output: Tensor, target: Tensor) -> Tensor:
+    loss = functional.mse_loss(output, target)
+    (slope,) = torch.autograd.grad(loss, output, create_graph=True)
+    return loss + 0.1 * slope.pow(2).sum()
+
+
+def _looks_and_backs_up(output: Tensor, target: Tensor) -> Tensor:
+    loss = functional.mse_loss(output, target)
+    (gradient,) = torch.autograd.grad(loss, output)
+    output.backward(gradient)
+    return loss.detach()
+
+
+def _notes_and_backs_up(output: Tensor, target: Tensor) -> Tensor:
+    loss = functional.mse_loss(output, target)
+    (gradient,) = torch.autograd.grad(loss, output)
+    output.grad = gradient * 3
+    output.backward(gradient)
+    return loss.detach()
+
+
 def _half_by_itself(output: Tensor, target: Tensor) -> Tensor:
     (functional.mse_loss(output, target) / 2).backward(retain_graph=True)
     return functional.mse_loss(output, target) / 2
@@ -74,6 +115,19 @@ OWN: dict[str, Loss] = {
 }
 OTHERS: dict[str, Loss] = {
     "hands its gradient to autograd": _hands_over,
+}
+
+
+# As they are without a pipeline, gradients of the output that they ask for and all.
+ORDINARY: dict[str, Loss] = {
+    "looks at a gradient": _looks,
+    "retains the output's gradient and looks at one": _retains_and_looks,
+    "notes a gradient on the output": _notes,
+    "penalizes a gradient": _penalizes,
+    "regularizes its own gradient": _regularizes,
+    "looks at its gradient and backs it up": _looks_and_backs_up,
+    "notes a gradient and backs up another": _notes_and_backs_up,
+    "backs up a half by itself": _half_by_itself,
 }
 
 
@@ -247,3 +301,114 @@ def refused(rank: int, size: int, group: Any, name: str) -> list[str]:
             added = [n for _, module in held for n, p in module.named_parameters() if p.grad is not None]
             wrong += [f"{what}: {n} has a gradient" for n in added]
     return wrong
+
+
+def _add_unpipelined(reference: list[nn.Module], loss: Loss, x: Tensor, y: Tensor, n_microbatches: int) -> None:
+    """Adds what the loss gives for each microbatch, called as without a pipeline, weighted by the microbatch's rows."""
+    parameters = [parameter for module in reference for parameter in module.parameters()]
+    before = [parameter.grad for parameter in parameters]
+    for chunk, wanted in zip(x.tensor_split(n_microbatches), y.tensor_split(n_microbatches), strict=True):
+        for parameter in parameters:
+            parameter.grad = None
+        value = loss(unpipelined(reference, chunk), wanted)
+        if value.requires_grad:
+            value.backward()
+        for i, parameter in enumerate(parameters):
+            if parameter.grad is not None:
+                part = parameter.grad * (len(chunk) / len(x))
+                before[i] = part if before[i] is None else before[i] + part
+    for parameter, gradient in zip(parameters, before, strict=True):
+        parameter.grad = gradient
+
+
+def like_unpipelined(rank: int, size: int, group: Any, name: str) -> list[str]:
+    """Losses that look at gradients of the output, or assign it one; three steps, gradients added up."""
+    differences: list[str] = []
+    for what, loss in ORDINARY.items():
+        modules, make_batch, _ = make("mlp", transparency.count_stages(name, size))
+        reference = twins(modules)
+        schedule, held = transparency.build(rank, size, group, name, modules, 3, loss_fn=loss, timeout=30)
+        for _ in range(3):
+            x, y = make_batch(7)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                schedule.step(x, target=y)
+                _add_unpipelined(reference, loss, x, y, 3)
+        differences += [f"{what}, {text}" for text in _off(rank, held, reference)]
+        schedule.close()
+    return differences
+
+
+class _From:
+    """A loss that is another one from its n-th call on."""
+
+    def __init__(self, first: int, then: Loss) -> None:
+        self._calls, self._first, self._then = 0, first, then
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self._calls += 1
+        return functional.mse_loss(output, target) if self._calls <= self._first else self._then(output, target)
+
+
+def from_the_last_microbatch_on(rank: int, size: int, group: Any, name: str) -> list[str]:
+    """A loss begins to run its own backward in the last microbatch of the first step."""
+    differences: list[str] = []
+    for what, then in {"a half": _half_by_itself, "all": _backs_up}.items():
+        modules, make_batch, _ = make("mlp", transparency.count_stages(name, size))
+        reference = twins(modules)
+        loss, plain = _From(2, then), _From(2, then)
+        schedule, held = transparency.build(rank, size, group, name, modules, 3, loss_fn=loss, timeout=30)
+        for _ in range(2):
+            x, y = make_batch(7)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                schedule.step(x, target=y)
+            _add_unpipelined(reference, plain, x, y, 3)
+        differences += [f"{what}, {text}" for text in _off(rank, held, reference)]
+        schedule.close()
+    return differences
+
+
+def later(rank: int, size: int, group: Any, name: str, what: str) -> list[str]:
+    """A loss begins to run its own backward in the second step; the error's message."""
+    torch.manual_seed(0)
+    count = transparency.count_stages(name, size)
+    last = _Headed()
+    modules: list[nn.Module] = [*(nn.Linear(4, 4).double() for _ in range(count - 1)), last]
+
+    def probe(output: Tensor, target: Tensor) -> Tensor:
+        functional.mse_loss(last.head(output.detach())[:, :4], target).backward()
+        return functional.mse_loss(output, target)
+
+    kinds: dict[str, Loss] = {"half": _half_by_itself, "all": _backs_up, "assigned": _leaves, "probe": probe}
+    loss = _From(3, kinds[what])
+    schedule, _ = transparency.build(rank, size, group, name, modules, 3, loss_fn=loss, timeout=30)
+    x, y = torch.randn(2, 6, 4, dtype=torch.float64)
+    schedule.step(x, target=y)
+    try:
+        schedule.step(x, target=y)
+    except Exception as error:
+        return [str(error)]
+    finally:
+        schedule.close()
+    return ["nothing was raised"]
+
+
+def of_parameters(rank: int, size: int, group: Any, name: str) -> list[str]:
+    """A loss asks for the gradients of the last stage's parameters; the error's message and notes."""
+    modules, make_batch, _ = make("mlp", transparency.count_stages(name, size))
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        value = functional.mse_loss(output, target)
+        torch.autograd.grad(value, next(modules[-1].parameters()), retain_graph=True)
+        return value
+
+    schedule, _ = transparency.build(rank, size, group, name, modules, 3, loss_fn=loss, timeout=30)
+    x, y = make_batch(6)
+    try:
+        schedule.step(x, target=y)
+    except Exception as error:
+        return ["\n".join([str(error), *getattr(error, "__notes__", [])])]
+    finally:
+        schedule.close()
+    return ["nothing was raised"]

@@ -50,3 +50,34 @@ def test_what_a_loss_adds_to_a_head_in_the_last_stage_is_weighted(
 ) -> None:
     found = [text for texts in ranks.run(2, losses_cases.with_a_head, schedule, hands_over) for text in texts]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_loss_that_looks_at_gradients_of_the_output_adds_what_it_does_without_a_pipeline(
+    ranks: RankPool, schedule: str
+) -> None:
+    found = [text for texts in ranks.run(2, losses_cases.like_unpipelined, schedule) for text in texts]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "ScheduleDualPipe"])
+def test_a_loss_may_begin_its_own_backward_anywhere_in_the_first_step(ranks: RankPool, schedule: str) -> None:
+    found = [text for texts in ranks.run(2, losses_cases.from_the_last_microbatch_on, schedule) for text in texts]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("what", ["half", "all", "assigned", "probe"])
+@pytest.mark.parametrize(
+    "schedule",
+    ["ScheduleGPipe", "Schedule1F1B", "ScheduleZBH1", "ScheduleInterleaved1F1B v=2", "ScheduleZBVZeroBubble"],
+)
+def test_a_loss_that_begins_its_own_backward_later_is_an_error(ranks: RankPool, schedule: str, what: str) -> None:
+    says = "returned a loss without a graph" if what == "assigned" else "has run a backward of its own"
+    for texts in ranks.run(2, losses_cases.later, schedule, what):
+        assert says in texts[0]
+        assert "first step" in texts[0]
+
+
+def test_a_loss_that_asks_for_gradients_of_parameters_is_told_that_it_cannot(ranks: RankPool) -> None:
+    for texts in ranks.run(2, losses_cases.of_parameters, "Schedule1F1B"):
+        assert "without the stage's graph" in texts[0]

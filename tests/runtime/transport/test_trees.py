@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import channel_pair
+import odd_tensors_cases
 import pytest
 import torch
 from hypothesis import given, settings
@@ -212,6 +213,9 @@ def _quantized() -> Tensor:
         (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), ["nested", "dense"]),
         (_quantized, ["quantized", "(2,)", "dense"]),
         (lambda: torch.empty(2, 3, device="meta"), ["meta", "(2, 3)"]),
+        (lambda: torch.ones(2).as_subclass(odd_tensors_cases.Doubling), ["Doubling", "as_subclass(torch.Tensor)"]),
+        (lambda: odd_tensors_cases.Wrapping(torch.ones(2)), ["Wrapping", "return the tensors that it holds"]),
+        (lambda: torch.masked.masked_tensor(torch.ones(2), torch.ones(2) > 0), ["MaskedTensor", "that it holds"]),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
@@ -270,8 +274,18 @@ def test_depth_up_to_the_limit_is_fine_and_beyond_is_refused() -> None:
 def test_a_tensor_that_wraps_others_is_refused_with_a_remedy() -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
-    with pytest.raises(LayoutError, match=r"output\[0\] is a TwoTensor.*return the tensors that it holds"):
+    with pytest.raises(LayoutError, match=r"output\[0\] is a .*\.TwoTensor, .*return the tensors that it holds"):
         trees.describe([TwoTensor(torch.ones(2), torch.ones(2))], [])
+
+
+def test_a_tensor_without_memory_is_described_and_not_sent() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fake = torch.ones(2)
+    description = trees.describe(fake, [])
+    with pytest.raises(LayoutError, match="no values that could be sent"):
+        trees.as_sent(fake, trees.tensor_specs(description)[0].strides)
 
 
 _json = st.recursive(
