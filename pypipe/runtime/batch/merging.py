@@ -107,8 +107,9 @@ def _require_mergeable(value: Any, spec: Any) -> None:
 
 
 def require_alike(first: Any, output: Any, microbatch: int, spec: Any) -> None:
-    """Whether a later microbatch's output can be merged with the first one's, as far as that costs nothing: in its
-    structure and in what is no tensor.
+    """Requires that a later microbatch's output can be merged with the first one's, as far as looking costs nothing.
+
+    It looks at the structure, and at what is not a tensor.
 
     Raises:
         InputError: they differ.

@@ -305,6 +305,7 @@ def test_tensors_of_no_dimension_make_a_vector_and_other_values_are_those_that_a
     merged = merging.merge([(torch.tensor(1.0), 5, None), (torch.tensor(2.0), 5, None)], None)
     same(merged, (torch.tensor([1.0, 2.0]), 5, None))
     array = np.zeros((2, 3))
+    value: object
     for value in (float("nan"), "text", [1, ("a",)], torch.float16, array, {}):
         same(merging.merge([value, value], None), value)
     assert math.isnan(merging.merge([math.nan, float("nan")], None))

@@ -316,7 +316,8 @@ def _add_unpipelined(reference: list[nn.Module], loss: Loss, x: Tensor, y: Tenso
         for i, parameter in enumerate(parameters):
             if parameter.grad is not None:
                 part = parameter.grad * (len(chunk) / len(x))
-                before[i] = part if before[i] is None else before[i] + part
+                earlier = before[i]
+                before[i] = part if earlier is None else earlier + part
     for parameter, gradient in zip(parameters, before, strict=True):
         parameter.grad = gradient
 
