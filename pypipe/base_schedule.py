@@ -253,13 +253,13 @@ class Schedule:
         """Says that this rank is alive and works: ranks that wait for it meanwhile wait beyond their timeout.
 
         `with schedule.busy("writing a checkpoint"): ...`, around anything that may take longer than `timeout`: between
-        steps, or inside a stage. It helps nobody whose process has stopped or died.
+        steps, or inside a stage. It does not help a rank whose process has stopped or died.
 
         Args:
             work: what for, in a few words; other ranks' errors show it.
         """
         recorder = self._pipeline.recorder
-        if recorder is None:  # nobody waits yet
+        if recorder is None:  # no rank waits yet
             yield
             return
         recorder.core.set_busy(work or "busy")

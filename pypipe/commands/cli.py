@@ -19,7 +19,7 @@ class _Commands(click.Group):
         return [name for name in names if self.get_command(context, name) is not None]
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        """The command of one module; None if there is no such module, or it is no command."""
+        """The command of one module; None if there is no such module, or it is not a command."""
         if name not in {module.name for module in pkgutil.iter_modules(pypipe.commands.__path__)}:
             return None
         command = getattr(importlib.import_module(f"pypipe.commands.{name}"), "command", None)

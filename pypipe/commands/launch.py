@@ -1,4 +1,8 @@
-"""Local rank processes: started together, heard over a pipe each, and gone when the `with` block ends."""
+"""Local rank processes: started together, heard over a pipe each, and gone when the `with` block ends.
+
+torch.multiprocessing.start_processes() does less: it hears of failures only, kills the others at the first of them, so
+that they cannot say what they know of it, and leaves processes behind whose parent was killed.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from typing import Any
 _GRACE = 2.0
 
 # Seconds without a word from any rank after which the run counts as stuck.
-_PATIENCE = 300.0
+_SILENCE = 300.0
 
 _LOG_LINES = 40
 
@@ -96,9 +100,9 @@ class Ranks:
         """
         listening = {reader: rank for rank, reader in enumerate(self._readers)}
         while listening:
-            ready = wait(list(listening), timeout=_PATIENCE)
+            ready = wait(list(listening), timeout=_SILENCE)
             if not ready:
-                raise RankError(f"no rank has reported for {_PATIENCE:.0f} s: ended the run")
+                raise RankError(f"no rank has reported for {_SILENCE:.0f} s: ended the run")
             for reader in ready:
                 assert isinstance(reader, Connection)
                 rank = listening[reader]

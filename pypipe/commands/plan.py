@@ -269,7 +269,7 @@ def _numbers(option: str, text: str) -> tuple[float, ...]:
         try:
             numbers.append(float(part))
         except ValueError:
-            raise PlanError(f"{option}: {part!r} is no number: give one, or one for each rank with commas") from None
+            raise PlanError(f"{option}: {part!r} is not a number: give one, or one for each rank with commas") from None
     return tuple(numbers)
 
 

@@ -60,7 +60,7 @@ class Times:
         """The program in simulated time.
 
         Raises:
-            ShowError: a time is no number from 0 on, or there is not one for each stage.
+            ShowError: a time is not a number from 0 on, or there is not one for each stage.
             ProgramError: the program cannot be simulated.
         """
         stages = range(program.n_stages)
@@ -189,7 +189,7 @@ def panels_for(
     for name in files:
         if not Path(name).is_file():
             raise ShowError(
-                f"{name} is no file, and no schedule is called so: give a file, or one of {', '.join(builder_names())}"
+                f"{name} is not a file, and not a schedule: give a file, or one of {', '.join(builder_names())}"
             )
     if registered and (ranks is None or microbatches is None):
         what = "a number of ranks and of microbatches"
@@ -283,7 +283,7 @@ def _numbers(option: str, text: str, n_stages: int) -> list[float]:
         try:
             number = float(part)
         except ValueError:
-            raise ShowError(f"{option}: {part!r} is no number: give a time, or one a stage, such as 1.5") from None
+            raise ShowError(f"{option}: {part!r} is not a number: give a time, or one a stage, such as 1.5") from None
         if not 0 <= number < math.inf:
             raise ShowError(f"{option} is {part.strip()}: give a time from 0 on")
         numbers.append(number)

@@ -70,7 +70,7 @@ OTHERS_READ: dict[str, Variable] = {
     "CUDA_DEVICE_MAX_CONNECTIONS": Variable(
         "", "CUDA's: how many queues the streams of a GPU share. With 1, transfers overlap no compute; pypipe warns."
     ),
-    "COLUMNS": Variable("", "The width of what the commands print, where their output is no terminal."),
+    "COLUMNS": Variable("", "The width of what the commands print, where their output is not a terminal."),
 }
 """Variables of others that pypipe reads."""
 
@@ -95,7 +95,7 @@ OTHERS_SET: dict[str, Variable] = {
 
 
 def read(name: str, choices: tuple[str, ...] = ()) -> str:
-    """The variable's value, or its default. Raises ConfigurationError where it is none of `choices`."""
+    """The variable's value, or its default. Raises ConfigurationError where it is not one of `choices`."""
     value = os.environ.get(name, VARIABLES[name].default)
     if choices and value not in choices:
         raise ConfigurationError(f"{name}={value!r}: it takes {', '.join(choices)}")

@@ -106,7 +106,7 @@ def test_planning_imports_no_torch(tmp_path: Path) -> None:
         (["-p", "4", "-m", "0"], "-m is 0: give the number of microbatches"),
         (["-p", "4", "-m", "8", "--tf", "-1"], "--tf is -1: give a time from 0 on"),
         (["-p", "4", "-m", "8", "--tb", "nan"], "--tb is nan: give a time from 0 on"),
-        (["-p", "4", "-m", "8", "--tw", "fast"], "--tw: 'fast' is no number"),
+        (["-p", "4", "-m", "8", "--tw", "fast"], "--tw: 'fast' is not a number"),
         (["-p", "4", "-m", "8", "--tc", "1,2"], "--tc has 2 times: give one number"),
         (["-p", "4", "-m", "8", "-v", "0"], "-v is 0: give the number of stages on each rank"),
         (["-p", "4", "-m", "8", "--batch", "8"], "--sequence and --hidden: missing"),

@@ -130,7 +130,7 @@ def test_an_output_without_dots_gets_plain_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nope", "-p", "4", "-m", "4"], "nope is no file, and no schedule is called so: give a file, or one of"),
+        (["nope", "-p", "4", "-m", "4"], "nope is not a file, and not a schedule: give a file, or one of"),
         (["gpipe"], "give -p and -m"),
         (["gpipe", "-p", "4", "-m", "0"], "a step needs 1 microbatch or more, not 0"),
         (["gpipe", "-p", "0", "-m", "4"], "a pipeline needs 1 rank or more, not 0"),
@@ -139,7 +139,7 @@ def test_an_output_without_dots_gets_plain_ones(tmp_path: Path) -> None:
         (["interleaved", "-p", "4", "-m", "4", "-v", "0"], "a rank holds 1 stage or more, not 0"),
         (["gpipe", "-p", "4", "-m", "4", "--tf", "-1"], "--tf is -1: give a time from 0 on"),
         (["gpipe", "-p", "4", "-m", "4", "--tb", "nan"], "--tb is nan: give a time from 0 on"),
-        (["gpipe", "-p", "4", "-m", "4", "--tw", "x"], "--tw: 'x' is no number"),
+        (["gpipe", "-p", "4", "-m", "4", "--tw", "x"], "--tw: 'x' is not a number"),
         (["gpipe", "-p", "4", "-m", "4", "--tc", "1,2"], "--tc has 2 times for 4 stages"),
         (["gpipe", "-p", "4", "-m", "4", "--svg", "no/file"], "cannot write no/file (No such file or directory)"),
         (["gpipe", "-p", "4", "-m", "4", "--html", "."], "cannot write . (Is a directory): give --html"),

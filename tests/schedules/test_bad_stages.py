@@ -42,7 +42,7 @@ CASES = [
     ("without_a_transfer", ["0SEND_F2", "rank 0"], False),
     ("three_chains", ["3 chains", "at most 2"], False),
     ("no_file", ["mine.csv", "cannot be read"], False),
-    ("no_program", ["a int is no program", "CSV"], False),
+    ("no_program", ["a int is not a program", "CSV"], False),
 ]
 
 

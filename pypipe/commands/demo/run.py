@@ -151,7 +151,7 @@ def _rank(
 
 
 class _Bar:
-    """Two progress bars on stderr, one a training; nothing where stderr is no terminal."""
+    """Two progress bars on stderr, one a training; nothing where stderr is not a terminal."""
 
     def __init__(self, options: Options, wanted: bool) -> None:
         self._steps = options.steps

@@ -92,7 +92,7 @@ def drop_saved(node: Any, names: tuple[str, ...]) -> None:
                 continue
             try:
                 saved.register_hooks(id, _forgotten)
-            except RuntimeError:  # there was nothing, or somebody else's hooks hold it
+            except RuntimeError:  # there was nothing, or other hooks hold it
                 continue
     if isinstance(node, BackwardCFunction):
         vars(node).clear()

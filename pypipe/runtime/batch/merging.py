@@ -183,7 +183,7 @@ def _require_first(dim: int) -> None:
 
 
 def _only_value(values: Sequence[Any], spec: Any, path: Path) -> Any:
-    """What is no tensor: the last microbatch's, if all have the same, or where Replicate() asks for it."""
+    """What is not a tensor: the last microbatch's, if all have the same, or where Replicate() asks for it."""
     if not is_replicate(spec):
         for microbatch, value in enumerate(values[1:], 1):
             _require_same(values[0], value, microbatch, path)

@@ -1,4 +1,4 @@
-"""Looks for rows of the batch in what is no tensor: such a value goes whole to every microbatch, and would be wrong."""
+"""Looks for rows of the batch in what is not a tensor: that goes whole to every microbatch, and would be wrong."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Rows(NamedTuple):
 
 
 def is_array(value: Any) -> bool:
-    """Whether it has rows as an array of numpy does, and is no tensor."""
+    """Whether it has rows as an array of numpy does, and is not a tensor."""
     shape = getattr(value, "shape", None)
     return isinstance(shape, tuple) and len(shape) > 0 and hasattr(value, "__array__") and not isinstance(value, Tensor)
 

@@ -134,7 +134,7 @@ def _seconds(value: float) -> str:
 
 
 def _blame(found: Mapping[int, Known], size: int, me: int, waits: Mapping[int, tuple[int, str] | None]) -> str:
-    """Follows who waits for whom, from this rank to one that waits for nobody."""
+    """Follows which rank waits for which, from this rank to one that waits for none."""
     rank, seen = me, [me]
     while (waited := waits.get(rank)) is not None:
         rank = waited[0]

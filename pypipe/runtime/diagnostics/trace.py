@@ -25,7 +25,7 @@ class Trace:
     """What the ranks did in the steps within a `with schedule.trace() as trace:` block.
 
     Every rank enters the block, around the same steps. At its end each rank puts its own part into the store
-    through which the ranks met, so that nobody waits for anybody there; whoever then asks for a timeline waits
+    through which the ranks met, so that no rank waits for another there; a rank that then asks for a timeline waits
     for the parts of the others.
 
     An action begins when the message that it waits for is there, and ends when the next one begins. Times are those

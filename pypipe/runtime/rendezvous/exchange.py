@@ -125,7 +125,7 @@ def read_all(
             )
         if time.monotonic() >= deadline:
             absent = [rank for rank, key in keys.items() if not world.store.check([key])]
-            # Else all came, but somebody has given up already.
+            # Else all came, but one has given up already.
             absent = absent or [rank for rank, value in values.items() if not value]
             raise PipelineTimeout(
                 f"rank {world.rank} waited for rank {', '.join(map(str, absent))} to start the same pipeline: every "
@@ -179,7 +179,7 @@ def _listening_address() -> str:
                 if address == master or not ipaddress.ip_address(address).is_loopback:
                     return address
     # The master's own name may mean a loopback address to itself, which is of no use to others. Then the way that a
-    # default route would take (to nobody: RFC 5737), or else the first interface that has an address.
+    # default route would take (the address is of no host: RFC 5737), or else the first interface that has an address.
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))
         return str(probe.getsockname()[0])

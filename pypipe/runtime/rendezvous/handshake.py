@@ -8,7 +8,7 @@ anything else it says::
     connector -> acceptor   HMAC(secret, "connector", A, B, ranks)
     acceptor  -> connector  one byte: accepted
 
-Whoever sends anything else, or is too slow, is disconnected; the acceptor goes on waiting for its peers, and stops
+A peer that sends anything else, or is too slow, is disconnected; the acceptor goes on waiting for its peers, and stops
 listening when it has them all.
 """
 
@@ -106,7 +106,7 @@ class Listener:
             expected: the ranks.
             secret: what they must know.
             deadline: on time.monotonic()'s clock.
-            check: called now and then while nobody comes; may raise.
+            check: called now and then while no rank comes; may raise.
 
         Raises:
             PipelineTimeout: some did not come in time; the message names them.
@@ -226,7 +226,7 @@ def connect(rank: int, peer: int, address: Address, secret: bytes, deadline: flo
             answer = _receive(connection, _NONCE + _MAC, deadline)
             nonce, proof = answer[:_NONCE], answer[_NONCE:]
             if not hmac.compare_digest(proof, _mac(secret, b"acceptor", hello, nonce)):
-                raise ConnectionError(f"whoever listens at {address} does not know this pipeline's secret")
+                raise ConnectionError(f"what listens at {address} does not know this pipeline's secret")
             connection.sendall(_mac(secret, b"connector", hello, nonce))
             _receive(connection, 1, deadline)
             return _prepare(connection)

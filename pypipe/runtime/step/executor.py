@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pypipe.program import Action, Kind, Program
 from pypipe.runtime.diagnostics.device_clock import DeviceClock
 from pypipe.runtime.diagnostics.recorder import Recorder
-from pypipe.runtime.step.plan import plan_calls
+from pypipe.runtime.step.calls import plan_calls
 from pypipe.runtime.step.stage_execution import StageExecution
 
 __all__ = ["Executor"]

@@ -103,7 +103,7 @@ def fit(
             raise ValueError(f"{', '.join(options)}: options are for builders, and this program is built already")
         program = wanted
     elif not isinstance(wanted, str):
-        raise ValueError(f"a {type(wanted).__name__} is no program: give a Program, a builder's name or a CSV file")
+        raise ValueError(f"a {type(wanted).__name__} is not a program: give a Program, a builder's name or a CSV file")
     else:
         built = _build(wanted, n_ranks, num_stages, n_microbatches, options)
         if isinstance(built, str):

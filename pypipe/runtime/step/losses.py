@@ -322,7 +322,7 @@ class Losses:
             if len(self._weights) >= 64:
                 self._weights.clear()
             found = self._weights[key] = torch.full_like(loss, weight, requires_grad=False)
-        return found.clone()  # autograd may make it, or a view of it, somebody's `.grad`
+        return found.clone()  # autograd may make it, or a view of it, the `.grad` of a tensor
 
 
 def _parameters(modules: Iterable[nn.Module]) -> list[Tensor]:

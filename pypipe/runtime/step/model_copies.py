@@ -124,7 +124,7 @@ class ModelCopies:
         if exchange is None:
             return
         mine = sorted(outputs)
-        # As copies: whoever gets the results may change them while they are still on their way.
+        # As copies: the caller may change the results while they are still on their way.
         exchange.send(_copy({"losses": dict(losses), "outputs": mine, "rows": rows}))
         head = _copy(exchange.receive())
         exchange.release()

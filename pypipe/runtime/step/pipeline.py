@@ -286,7 +286,7 @@ class Pipeline:
                 error.add_note(f"pypipe: it is not the first: {first}")
         added = executor.added if executor is not None else None
         if added is not None:
-            # A step adds to .grad as it goes: say so before somebody trains on half of a batch.
+            # A step adds to .grad as it goes: say so before the caller trains on half of a batch.
             public.add_note(
                 f"pypipe: this step is not undone: on rank {rank} {added}; parameters are untouched. Call zero_grad() "
                 "before you go on"

@@ -30,7 +30,7 @@ from pypipe.runtime.transport.links.transport import Place, Transport
 __all__ = ["Connection", "connect"]
 
 # A wait of some tens of microseconds is cheaper to spin through than to sleep through, but only on a core of one's
-# own: with more ranks than cores, whoever spins keeps the one that is waited for from running. When a wait should be
+# own: with more ranks than cores, a rank that spins keeps the one that it waits for from running. When a wait should be
 # about to end, as in the steps before, a waiter polls for up to so many seconds, and yields the core as it does.
 _SPINS_ALONE, _SPINS_CROWDED = 2000, 20
 _LONGEST_SPIN = 2e-3
@@ -73,7 +73,7 @@ def connect(
     config = replace(config, link=choice, device=device.type, group=world.group is not None)
     links = {channel: links[channel] for channel in sorted(links)}
     peers = {rank for link in links.values() if world.rank in _ends(link) for rank in _ends(link)}
-    # News go round in both directions, so that one rank that is stopped keeps them from nobody.
+    # News travels round in both directions, so that one rank that is stopped does not keep it from the others.
     peers |= {(world.rank + 1) % world.size, (world.rank - 1) % world.size}
     ways: dict[Link, type[Transport]] = {}
 
@@ -176,7 +176,7 @@ class Connection:
             if configs[peer].host == configs[me].host:
                 self.hub.share_record(peer, wait_policy)
         opened: dict[type[Transport], Transport] = {}
-        # One order on all ranks: whoever waits at a link waits for a rank that is busy with an earlier one.
+        # One order on all ranks: a rank that waits at a link waits for one that is busy with an earlier link.
         for number, (link, way) in enumerate(ways.items()):
             if me not in _ends(link):
                 continue
@@ -232,7 +232,7 @@ def _close(transports: Sequence[Transport], hub: _core.Hub, recorder: Recorder) 
 
 
 def _recorder(rank: int, identity: str) -> Recorder:
-    """The rank's record; in a file where the user wants one. That there is none must not keep anybody from training."""
+    """The rank's record; in a file where the user wants one. If that cannot be written, training goes on without."""
     folder = environment.read("PYPIPE_RECORD_DIR")
     if folder:
         try:
@@ -251,7 +251,7 @@ _open_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
 def _tell_why_the_script_ended() -> None:
-    """Where an exception has ended the script, it is no goodbye: the other ranks hear which one."""
+    """Tells the other ranks which exception has ended the script, where one has: that is not a goodbye."""
     error = getattr(sys, "last_value", None)
     if isinstance(error, BaseException) and not hasattr(sys, "ps1"):  # at a prompt, it may be of long ago
         for connection in list(_open_connections):

@@ -50,7 +50,7 @@ class LocalLease(Lease):
         leaf = tensor.detach().requires_grad_()  # has the tensor's version counter
         inside = enter(leaf)
         if leaf.is_contiguous():
-            # The leaf is there for its gradient. The memory stays for as long as somebody has saved it for backward.
+            # The leaf is there for its gradient. The memory stays for as long as a node has saved it for backward.
             leaf.data = _nothing(type(leaf), leaf.dtype, leaf.device, leaf.shape)
         self.leaves.append(leaf)
         self._entered.append(inside)
@@ -113,7 +113,7 @@ class LocalChannel:
         return tensors
 
     def has_room(self) -> bool:
-        """True: nothing waits here, and nobody asks."""
+        """True: nothing waits here."""
         return True
 
     def inputs(self) -> Inputs:
@@ -127,7 +127,7 @@ class LocalChannel:
 
 @functools.lru_cache(maxsize=256)
 def _nothing(_kind: type[Tensor], dtype: torch.dtype, device: torch.device, shape: torch.Size) -> Tensor:
-    """A tensor of this shape on the memory of one element, which nobody reads or writes; for each kind (a fake one)."""
+    """A tensor of this shape on the memory of one element, neither read nor written; for each kind of tensor."""
     return torch.empty((), dtype=dtype, device=device).expand(shape)
 
 

@@ -287,7 +287,7 @@ class C10dReceiveChannel(ReceiveChannel):
         self._waiter.close(join=not failed)
 
     def _drain(self) -> None:
-        """Receives what was sent and nobody will use: the sender's Work ends with its receive only, if it lives."""
+        """Receives what was sent and will not be used: the sender's Work ends with its receive only, if it lives."""
         route = self._route
         at_once = _core.WaitPolicy(0.0)
         with contextlib.suppress(Exception):
