@@ -155,7 +155,7 @@ class SendChannel(ABC):
 class IncomingLayout:
     """A layout as its receiver uses it."""
 
-    __slots__ = ("description", "has_leaves", "is_tensor", "offsets", "specs")
+    __slots__ = ("description", "has_leaves", "is_tensor", "offsets", "shared", "specs")
 
     def __init__(
         self, description: trees.Description, specs: tuple[trees.TensorSpec, ...], offsets: tuple[int, ...]
@@ -164,6 +164,7 @@ class IncomingLayout:
         self.specs = specs
         self.offsets = offsets
         self.is_tensor: bool = description[0] == "T"  # and nothing around it
+        self.shared = trees.shared_tensors(description)
         self.has_leaves = any(spec.requires_grad for spec in specs)
 
     def enter(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -267,7 +268,10 @@ class ReceiveChannel(ABC):
             action = f"{self._source_stage}SEND_{chr(self._kind).upper()}{microbatch}"
             compare_checksums(tensors[:-1], tensors[-1].tolist(), action)
         tree = trees.rebuild(layout.description, tensors, self.meshes)
-        return SlotLease(self, message, tree[0] if self._checksum else tree, tensors, leaves, beside)
+        lease = SlotLease(self, message, tree[0] if self._checksum else tree, tensors, leaves, beside)
+        if layout.shared:
+            lease.note_shared(tensors, layout.shared)
+        return lease
 
     def _open(
         self, message: Any, layout: IncomingLayout, *, training: bool
