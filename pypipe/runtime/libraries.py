@@ -43,7 +43,8 @@ def find_nccl() -> tuple[_core.NcclLibrary | None, str]:
     """NCCL, or None and the reason. Raises CoreError where the file is not a whole NCCL of 2.18 or later.
 
     In this order: what PYPIPE_NCCL_LIBRARY names, and then nothing else; the copy that torch or another library has
-    loaded into this process; the wheels, conda packages and system folders that cuda-pathfinder knows; the loader's own.
+    loaded into this process; the wheels, conda packages and system folders that cuda-pathfinder knows; the loader's
+    own.
     """
     override = environment.read("PYPIPE_NCCL_LIBRARY")
     with contextlib.suppress(ImportError, OSError):

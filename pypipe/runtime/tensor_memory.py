@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["copy_of", "memory_parts", "settled"]
+from pypipe.runtime.torch_private import storage_key, without_modes
+
+__all__ = ["copy_of", "memory_parts", "overlapping", "settled"]
 
 
 def memory_parts(tensor: Tensor) -> Sequence[Tensor]:
@@ -19,6 +23,59 @@ def memory_parts(tensor: Tensor) -> Sequence[Tensor]:
     names, _ = tensor.__tensor_flatten__()
     held = [getattr(tensor, name) for name in names]  # a DTensor's mesh is among them
     return [part for each in held if isinstance(each, Tensor) for part in memory_parts(each)]
+
+
+def overlapping(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """The numbers of those tensors that have an element of memory in common with another one of them."""
+    by_storage: dict[int, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        by_storage.setdefault(storage_key(tensor), []).append(number)
+    if len(by_storage) == len(tensors):
+        return ()
+    found: set[int] = set()
+    for numbers in by_storage.values():
+        for i, j in itertools.combinations(numbers, 2):
+            if _overlap(*_extent(tensors[i]), *_extent(tensors[j])):
+                found |= {i, j}
+    return tuple(sorted(found))
+
+
+_Extent = tuple[int, tuple[int, ...], tuple[int, ...]]
+
+
+def _extent(tensor: Tensor) -> _Extent:
+    """Where its elements begin in its storage, its shape and its strides, in elements; in bytes for views of others."""
+    # (a dimension that is expanded takes the memory of one element)
+    pairs = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not size]
+    width = tensor.element_size()
+    shape = (*(size for size, _ in pairs), width)
+    strides = (*(stride * width for _, stride in pairs), 1)
+    return int(tensor.storage_offset()) * width, shape, strides
+
+
+@functools.lru_cache(maxsize=1024)
+def _overlap(
+    begin: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    other_begin: int,
+    other_shape: tuple[int, ...],
+    other_strides: tuple[int, ...],
+) -> bool:
+    """Whether two extents within one storage have a byte in common."""
+    if 0 in shape or 0 in other_shape:
+        return False
+
+    def end(begin: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+        return begin + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+    first, last = min(begin, other_begin), max(end(begin, shape, strides), end(other_begin, other_shape, other_strides))
+    if max(begin, other_begin) >= min(end(begin, shape, strides), end(other_begin, other_shape, other_strides)):
+        return False
+    with torch.inference_mode(False), without_modes():
+        taken = torch.zeros(last - first, dtype=torch.bool, device="cpu")
+        taken.as_strided(shape, strides, begin - first).fill_(True)
+        return bool(taken.as_strided(other_shape, other_strides, other_begin - first).any())
 
 
 def copy_of(tensor: Tensor) -> Tensor:

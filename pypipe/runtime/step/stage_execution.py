@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pypipe.errors import InputError
 from pypipe.program import Kind
 from pypipe.runtime.autograd.deferred_hooks import DeferredHooks
 from pypipe.runtime.autograd.engine import gradient_edge, run_backward
@@ -257,6 +258,13 @@ class StageExecution:
         start = time.perf_counter()
         output = self._module(*args, **batch.kwargs(microbatch, share))
         del args
+        if received is not None and (changed := received.changed_shared()) is not None:
+            raise InputError(
+                f"{self._where}, forward, microbatch {microbatch}: tensor {changed} of the input was changed in place, "
+                "but the stage before returned it beside another view of the same memory, which changes along without "
+                "a pipeline and not with one. clone() it before you change it, or return the tensor only once and make "
+                "its views here"
+            )
         if self.find_nan:
             require_finite(output, f"{self._where}, forward, microbatch {microbatch}: the output")
         if self._last:

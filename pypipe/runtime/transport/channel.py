@@ -159,7 +159,7 @@ class SendChannel(ABC):
 class IncomingLayout:
     """A layout as its receiver uses it."""
 
-    __slots__ = ("description", "entered", "has_leaves", "is_tensor", "offsets", "specs")
+    __slots__ = ("description", "entered", "has_leaves", "is_tensor", "offsets", "shared", "specs")
 
     def __init__(
         self, description: trees.Description, specs: tuple[trees.TensorSpec, ...], offsets: tuple[int, ...]
@@ -170,6 +170,7 @@ class IncomingLayout:
         self.is_tensor: bool = description[0] == "T"  # and nothing around it
         self.entered = tuple(spec.requires_grad for spec in specs)
         self.has_leaves = any(self.entered)
+        self.shared = trees.shared_tensors(description)
 
     def enter(self, tensors: list[Tensor]) -> list[Tensor]:
         """Makes leaves of the tensors that required gradients at the sender, and has `tensors` begin a graph there.
@@ -289,11 +290,17 @@ class ReceiveChannel(ABC):
                 compare_checksums(tensors[:-1], tensors[-1].tolist(), action)
             tree = trees.rebuild(layout.description, tensors, self.meshes)
             tree = tree[0] if self._checksum else tree
-        if not copies:
-            return SlotLease(self, message, tree, tensors, leaves, layout.entered if leaves else None, beside)
-        rows, batch_rows = message.rows, message.batch_rows
-        self.release(message)
-        return CopiesLease(tree, tensors, leaves, layout.entered if leaves else None, rows, batch_rows)
+        entered = layout.entered if leaves else None
+        lease: Lease
+        if copies:
+            rows, batch_rows = message.rows, message.batch_rows
+            self.release(message)
+            lease = CopiesLease(tree, tensors, leaves, entered, rows, batch_rows)
+        else:
+            lease = SlotLease(self, message, tree, tensors, leaves, entered, beside)
+        if layout.shared:
+            lease.note_shared(tensors, layout.shared)
+        return lease
 
     def _open(
         self, message: Any, layout: IncomingLayout, *, training: bool

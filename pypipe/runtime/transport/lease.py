@@ -25,13 +25,25 @@ class Lease(ABC):
         rows, batch_rows: this microbatch's and the whole batch's share of the data, in rows; 0: unknown.
     """
 
-    __slots__ = ("batch_rows", "leaves", "rows", "tree")
+    __slots__ = ("_shared", "batch_rows", "leaves", "rows", "tree")
 
     def __init__(self, tree: Any, leaves: list[Tensor], rows: int = 0, batch_rows: int = 0) -> None:
         self.tree = tree
         self.leaves = leaves
         self.rows = rows
         self.batch_rows = batch_rows
+        self._shared: list[tuple[int, Tensor, int]] = []
+
+    def note_shared(self, tensors: Sequence[Tensor], numbers: Sequence[int]) -> None:
+        """Notes which of the message's tensors shared memory at the sender, and do not here."""
+        self._shared = [(n, tensors[n], tensors[n]._version) for n in numbers if not tensors[n].is_inference()]
+
+    def changed_shared(self) -> int | None:
+        """After the stage's forward: the number of a tensor that shared memory and was changed in place; else None."""
+        if not self._shared:
+            return None
+        shared, self._shared = self._shared, []
+        return next((number for number, tensor, version in shared if tensor._version != version), None)
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether the tensor's values lie in this memory."""

@@ -45,6 +45,8 @@ class LocalLease(Lease):
         entered = [self._enter(tensor) if training and tensor.requires_grad else tensor.detach() for tensor in tensors]
         alone = output.description[0] == "T"
         self.tree = entered[0] if alone else trees.rebuild(output.description, entered, meshes)
+        if output.description[0] == "shared":
+            self.note_shared(entered, trees.shared_tensors(output.description))
 
     def _enter(self, tensor: Tensor) -> Tensor:
         leaf = tensor.detach().requires_grad_()  # has the tensor's version counter

@@ -9,6 +9,7 @@ JSON, and nothing in it is ever executed. The first element of each tuple says w
                                                            a DTensor, by its local part
     ("none",) ("bool", b) ("int", i or hex) ("float", hex) ("complex", hex, hex) ("str", s) ("surrogates", hex)
     ("dtype", name)
+    ("shared", tree, numbers)                              a tree, and which of its tensors share memory at the sender
     ("tuple", items) ("list", items) ("size", ints) ("dict", ((key, value), ...))
 
 Floats travel as hexadecimal text: exact, and NaN and -0.0 are themselves.
@@ -26,10 +27,10 @@ import torch
 from torch import Tensor
 
 from pypipe.errors import LayoutError, MismatchError
-from pypipe.runtime.tensor_memory import settled
+from pypipe.runtime.tensor_memory import overlapping, settled
 from pypipe.runtime.transport.distributed_tensors import Meshes, is_distributed, to_distributed, to_plain
 
-__all__ = ["Description", "TensorSpec", "decode", "describe", "encode", "rebuild", "tensor_specs"]
+__all__ = ["Description", "TensorSpec", "decode", "describe", "encode", "rebuild", "shared_tensors", "tensor_specs"]
 
 Description = tuple[Any, ...]
 
@@ -61,7 +62,24 @@ def describe(tree: Any, tensors: list[Tensor]) -> Description:
     if type(tree) is Tensor:  # the common case of one tensor, without bookkeeping
         tensors.append(tree)
         return _describe_tensor(tree, ())
-    return _describe(tree, tensors, {}, ())
+    description = _describe(tree, tensors, {}, ())
+    if len(tensors) > 1:
+        shared = overlapping(tensors)
+        if shared:
+            return ("shared", description, shared)
+    return description
+
+
+def shared_tensors(description: Description) -> tuple[int, ...]:
+    """Which tensors of a tree, as it was announced, share memory at the sender; they arrive apart."""
+    tag = description[0]
+    if tag == "tuple" and description[1]:  # the tree with its checksums
+        description = description[1][0]
+        tag = description[0]
+    if tag != "shared":
+        return ()
+    shared: tuple[int, ...] = description[2]
+    return shared
 
 
 def _describe(tree: Any, tensors: list[Tensor], seen: dict[int, int], path: tuple[Any, ...]) -> Description:
@@ -271,6 +289,10 @@ def _collect(description: Description, specs: list[TensorSpec]) -> None:
     elif tag in ("tuple", "list"):
         for item in description[1]:
             _collect(item, specs)
+    elif tag == "shared":
+        _collect(description[1], specs)
+        if not all(type(number) is int and 0 <= number < len(specs) for number in description[2]):
+            raise IndexError
     elif tag == "dict":
         for key, value in description[1]:
             _collect(key, specs)
@@ -303,6 +325,8 @@ def _rebuild(description: Description, position: Any, tensors: Sequence[Tensor],
         return to_distributed(next(position), description[2:], meshes)
     if tag == "same":
         return tensors[description[1]]
+    if tag == "shared":
+        return _rebuild(description[1], position, tensors, meshes)
     if tag == "list":
         return [_rebuild(item, position, tensors, meshes) for item in description[1]]
     if tag == "tuple":

@@ -33,6 +33,8 @@ class _Input:
 
     def after_forward(self) -> None: ...
 
+    def changed_shared(self) -> None: ...
+
     def give_back(self) -> None:
         self._events.append(f"release {self._microbatch}")
 

@@ -278,6 +278,18 @@ def test_a_tensor_that_wraps_others_is_refused_with_a_remedy() -> None:
         trees.describe([TwoTensor(torch.ones(2), torch.ones(2))], [])
 
 
+def test_tensors_that_share_memory_are_announced() -> None:
+    whole = torch.zeros(4, 4)
+    tree = {"a": torch.ones(1), "b": [whole, whole[:2]], "c": whole}
+    check(tree)
+    description = trees.describe(tree, [])
+    assert trees.shared_tensors(trees.decode(trees.encode(description))) == (1, 2)
+    assert trees.shared_tensors(trees.describe([whole[:2], whole[2:]], [])) == ()
+    assert trees.shared_tensors(trees.describe(whole, [])) == ()
+    with pytest.raises(MismatchError):
+        trees.tensor_specs(("shared", description[1], (0, 3)))
+
+
 def test_a_tensor_without_memory_is_described_and_not_sent() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
