@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pypipe.runtime.torch_private import storage_key, without_modes
 
-__all__ = ["copy_of", "memory_parts", "overlapping", "settled"]
+__all__ = ["copy_of", "memory_parts", "overlapping", "placeholder", "settled"]
 
 
 def memory_parts(tensor: Tensor) -> Sequence[Tensor]:
@@ -133,3 +133,13 @@ class _Settled(torch.autograd.Function):
     @staticmethod
     def backward(_ctx: Any, *gradients: Any) -> Any:
         return gradients[0]
+
+
+@functools.lru_cache(maxsize=256)
+def placeholder(_kind: type[Tensor], dtype: torch.dtype, device: torch.device, shape: torch.Size) -> Tensor:
+    """A tensor of this shape on the memory of one element, neither read nor written; for each kind of tensor.
+
+    It takes the place of a leaf's values, where the leaf is there for its gradient: what keeps the graph, and so the
+    leaf, keeps no memory. To autograd a gradient fits it as it fits a contiguous tensor.
+    """
+    return torch.empty((), dtype=dtype, device=device).expand(shape)

@@ -19,7 +19,7 @@ from pypipe.errors import MismatchError
 from pypipe.program import Kind
 from pypipe.runtime.autograd.engine import enter
 from pypipe.runtime.diagnostics.checks import checksums, compare_checksums
-from pypipe.runtime.tensor_memory import copy_of
+from pypipe.runtime.tensor_memory import copy_of, placeholder
 from pypipe.runtime.transport import trees
 from pypipe.runtime.transport.distributed_tensors import Meshes
 from pypipe.runtime.transport.gradients import CopiedGradients, Gradients
@@ -168,8 +168,8 @@ class IncomingLayout:
         self.specs = specs
         self.offsets = offsets
         self.is_tensor: bool = description[0] == "T"  # and nothing around it
-        self.entered = tuple(spec.requires_grad for spec in specs)
-        self.has_leaves = any(self.entered)
+        self.has_leaves = any(spec.requires_grad for spec in specs)
+        self.entered = tuple(spec.requires_grad and spec.strides is not None for spec in specs)
         self.shared = trees.shared_tensors(description)
 
     def enter(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -184,6 +184,8 @@ class IncomingLayout:
                 leaf = tensors[position].requires_grad_()
                 leaves.append(leaf)
                 tensors[position] = enter(leaf)
+                if spec.strides is None:  # contiguous
+                    leaf.data = placeholder(Tensor, spec.dtype, leaf.device, leaf.shape)
         return leaves
 
 

@@ -52,6 +52,7 @@ class Gradients(ABC):
 
     def _take(self, microbatch: int) -> Lease:
         lease = self._source.receive(microbatch, training=False)
+        lease.forget_shared()  # gradients are not changed in place
         if not isinstance(lease.tree, list):
             lease.tree = [lease.tree]
         return lease

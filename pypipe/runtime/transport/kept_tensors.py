@@ -53,7 +53,7 @@ def is_kept(
 
     Args:
         tensors: the list. Only its owner has it.
-        entered: which of them were made to begin a graph (`IncomingLayout.enter`); None: none of them.
+        entered: which of them begin a graph at whose end a leaf has the same storage; None: none of them.
         beside: whether one more tensor is known to be kept on each storage.
         ahead: whether the next message's tensors, the like of these, are there on each storage already.
     """

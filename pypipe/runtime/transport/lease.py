@@ -38,6 +38,10 @@ class Lease(ABC):
         """Notes which of the message's tensors shared memory at the sender, and do not here."""
         self._shared = [(n, tensors[n], tensors[n]._version) for n in numbers if not tensors[n].is_inference()]
 
+    def forget_shared(self) -> None:
+        """Forgets what note_shared() has noted."""
+        self._shared = []
+
     def changed_shared(self) -> int | None:
         """After the stage's forward: the number of a tensor that shared memory and was changed in place; else None."""
         if not self._shared:
@@ -96,7 +100,7 @@ class SlotLease(Lease):
         message: the owner's word for what lies in the slot.
         tensors: the message's tensors.
         leaves: see Lease.
-        entered: which of the tensors begin a graph, at whose end a leaf is; None: none of them.
+        entered: which of the tensors begin a graph, at whose end a leaf has the same storage; None: none of them.
         beside: keeps one more tensor on each storage; None: nothing does.
     """
 

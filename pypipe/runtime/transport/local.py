@@ -7,13 +7,13 @@ saved for its backward, which then is autograd's version error and never a wrong
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pypipe.runtime.autograd.engine import enter
+from pypipe.runtime.tensor_memory import placeholder
 from pypipe.runtime.transport import trees
 from pypipe.runtime.transport.distributed_tensors import Meshes
 from pypipe.runtime.transport.gradients import Gradients, LentGradients
@@ -53,7 +53,7 @@ class LocalLease(Lease):
         inside = enter(leaf)
         if leaf.is_contiguous():
             # The leaf is there for its gradient. The memory stays for as long as a node has saved it for backward.
-            leaf.data = _nothing(type(leaf), leaf.dtype, leaf.device, leaf.shape)
+            leaf.data = placeholder(type(leaf), leaf.dtype, leaf.device, leaf.shape)
         self.leaves.append(leaf)
         self._entered.append(inside)
         return inside
@@ -125,12 +125,6 @@ class LocalChannel:
     def receive(self, microbatch: int, *, training: bool, copies: bool = False) -> LocalLease:
         """Takes what was handed over for this microbatch."""
         return LocalLease(self._outputs.pop(microbatch), self.meshes, training=training)
-
-
-@functools.lru_cache(maxsize=256)
-def _nothing(_kind: type[Tensor], dtype: torch.dtype, device: torch.device, shape: torch.Size) -> Tensor:
-    """A tensor of this shape on the memory of one element, neither read nor written; for each kind of tensor."""
-    return torch.empty((), dtype=dtype, device=device).expand(shape)
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pypipe.runtime.transport.channel import Tag
-from pypipe.runtime.transport.lease import Lease
+from pypipe.runtime.transport.lease import Lease, SlotLease
 from pypipe.runtime.transport.links import nccl
 
 
@@ -155,8 +155,10 @@ class _ReceiveChannel(_NcclReceiveChannel):
         lease = super().receive(microbatch, training=training, copies=copies)
         if copies:  # memory that no link touches
             return lease
-        for leaf in lease.leaves:
-            data, size = leaf.data_ptr(), math.prod(leaf.shape) * leaf.element_size()
+        assert isinstance(lease, SlotLease)
+        entered = [tensor for tensor in lease._tensors if tensor.grad_fn is not None]
+        for leaf, inside in zip(lease.leaves, entered, strict=True):
+            data, size = inside.data_ptr(), math.prod(inside.shape) * inside.element_size()
 
             def used(_: Tensor, data: int = data, size: int = size) -> None:
                 self.compute.reads(data, size, "backward")
