@@ -53,11 +53,11 @@ class Schedule:
             may fill; one with tensors is made anew for each microbatch). An array of numpy, and in a target a list or
             tuple too, that is as long as the batch is refused: make it a tensor. All tensors have one length, the
             batch's; only a tensor with a TensorChunkSpec for itself alone may have another: it is cut by itself, for
-            example M rows into one for each microbatch. An object that holds tensors and is none of these is refused,
+            example M rows into one for each microbatch. Any other object that holds tensors is refused,
             unless it has Replicate().
         output_merge_spec: how the last stage's outputs are joined: TensorChunkSpec(dim), Replicate() or Reduce(...),
             nested as the output is. Default: tensors along dimension 0, those without dimensions into a vector with one
-            element for each microbatch. What is no tensor must be the same in all microbatches.
+            element for each microbatch. What is not a tensor must be the same in all microbatches.
         scale_grads: True: gradients are those of the mean over the whole batch, for a loss_fn that takes the mean over
             its microbatch, each microbatch weighted by its share of the rows. False: plain sums over microbatches.
         target_chunk_spec: how the target is cut, nested as it is. Default: along dimension 0; a flattened one, whose

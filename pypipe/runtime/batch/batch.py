@@ -75,7 +75,7 @@ class Batch:
 
     Args:
         args, kwargs: the stage's arguments; `args` are ignored unless this is the first stage.
-        target: for the loss; None where there is none.
+        target: for the loss, or None.
         specs: how to cut them.
         n_microbatches: M.
         first: whether this rank holds the first stage, whose arguments tell the batch's length.

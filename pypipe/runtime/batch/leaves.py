@@ -47,7 +47,7 @@ class Leaf:
     @property
     def rows(self) -> int:
         """The length along the dimension that it is cut along."""
-        raise NotImplementedError
+        raise TypeError("a value that every microbatch gets whole is not cut along a dimension")
 
     def length(self, dim: int) -> int | None:
         """The length along a dimension other than the one that it is cut along; None where there is no such one."""
@@ -223,8 +223,8 @@ def as_leaf(value: Any, spec: Any, path: Path, *, own: bool) -> Leaf:
     """The kind of leaf that a value is.
 
     Args:
-        value: no container.
-        spec: its chunk spec, or that of the container that it is in; None: there is none.
+        value: not a container.
+        spec: its chunk spec, or that of the container that it is in, or None.
         path: its place.
         own: whether the spec is for this value alone.
 

@@ -27,7 +27,7 @@ _DEEP = 2  # objects within objects; what containers and functions hold does not
 
 
 def tensor_within(value: Any) -> str | None:
-    """Where in an object the first tensor with a dimension is, as `.cache.keys[0]`; None: there is none.
+    """Finds the first tensor with a dimension in an object: its place, as `.cache.keys[0]`, or None.
 
     It looks into attributes, slots, containers, closures, partial functions and the objects of bound methods: two
     objects deep, nearest first, and at a thousand values at most.

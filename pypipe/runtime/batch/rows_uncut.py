@@ -27,10 +27,10 @@ def is_array(value: Any) -> bool:
 
 
 def rows_within(value: Any, path: Path, rows: int, *, lists: bool) -> Rows | None:
-    """The first array of this length in a value, or list or tuple of so many values of one kind; None: there is none.
+    """Finds the first array of this length in a value, or list or tuple of so many values of one kind; else None.
 
     Args:
-        value: no tensor that is cut.
+        value: not a tensor that is cut.
         path: its place.
         rows: the batch's.
         lists: whether lists and tuples count. As an argument, one may well hold sizes or flags.

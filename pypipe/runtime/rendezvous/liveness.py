@@ -45,7 +45,7 @@ def _host() -> str:
 
 
 def _state(pid: int) -> tuple[str, str]:
-    """A process's state, X where there is none, and when it started: a number is used again."""
+    """A process's state (X: it has ended) and when it started, since numbers of processes are used again."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -18,15 +18,14 @@ from pypipe.errors import InputError
 from pypipe.program import Kind
 from pypipe.runtime.autograd.deferred_hooks import DeferredHooks
 from pypipe.runtime.autograd.engine import gradient_edge, run_backward
-from pypipe.runtime.autograd.split import SplitBackward, WeightWork
+from pypipe.runtime.autograd.split import SplitBackward
 from pypipe.runtime.batch.batch import Batch, ChunkSpecs, Share
 from pypipe.runtime.batch.merging import require_alike, require_mergeable
-from pypipe.runtime.batch.structure import map_tensors
 from pypipe.runtime.data_parallel.wrappers import Wrapper
 from pypipe.runtime.diagnostics.checks import require_finite
 from pypipe.runtime.step.losses import Losses
+from pypipe.runtime.step.microbatch_state import MicrobatchState, detached, owned
 from pypipe.runtime.step.new_gradients import NewGradients
-from pypipe.runtime.tensor_memory import copy_of
 from pypipe.runtime.transport.channel import ReceiveChannel, SendChannel
 from pypipe.runtime.transport.distributed_tensors import Meshes
 from pypipe.runtime.transport.lease import CopiesLease, Lease
@@ -52,31 +51,6 @@ class Added(NamedTuple):
     whole: int
     early: int
     unsure: bool
-
-
-class _Microbatch:
-    """What a stage keeps of a microbatch between its actions.
-
-    Attributes:
-        share: its share of the batch.
-        input: what came from the stage before; None on the first one, and once its lease has ended.
-        output: what the forward returned, until it is sent.
-        nodes: where the gradients of the outputs go, for those that need any.
-        gradients: what came from the stage after, until its lease has ended.
-        weight_work: what I has left for W.
-        passed_on: the input's gradients, until they are sent.
-    """
-
-    __slots__ = ("gradients", "input", "nodes", "output", "passed_on", "share", "weight_work")
-
-    def __init__(self, share: Share, received: Lease | None) -> None:
-        self.share = share
-        self.input = received
-        self.output: Any = None
-        self.nodes: list[Any] = []
-        self.gradients: Lease | None = None
-        self.weight_work: WeightWork | None = None
-        self.passed_on: list[Tensor | None] | None = None
 
 
 class StageExecution:
@@ -147,7 +121,7 @@ class StageExecution:
         for channel in (self._send_forward, self._send_backward):
             if isinstance(channel, LocalChannel):
                 channel.reset()
-        self._microbatches: dict[int, _Microbatch] = {}
+        self._microbatches: dict[int, MicrobatchState] = {}
         if self._losses is not None:
             self._losses.reset()
         self._new_gradients.end()
@@ -254,7 +228,7 @@ class StageExecution:
             tree = received.tree
             args = tuple(tree) if isinstance(tree, (tuple, list)) else (tree,)
             received.tree = tree = None
-        kept = self._microbatches[microbatch] = _Microbatch(share, received)
+        kept = self._microbatches[microbatch] = MicrobatchState(share, received)
         start = time.perf_counter()
         output = self._module(*args, **batch.kwargs(microbatch, share))
         del args
@@ -271,7 +245,7 @@ class StageExecution:
             self._finish_forward(microbatch, kept, output)
         else:
             if not self._training and received is not None:
-                output = _owned(output, received)
+                output = owned(output, received)
             kept.output = output
         self.busy_seconds += time.perf_counter() - start
         if received is not None:
@@ -287,7 +261,7 @@ class StageExecution:
         elif self._last and not self._training:
             del self._microbatches[microbatch]
 
-    def _finish_forward(self, microbatch: int, kept: _Microbatch, output: Any) -> None:
+    def _finish_forward(self, microbatch: int, kept: MicrobatchState, output: Any) -> None:
         share, received = kept.share, kept.input
         if self._with_loss:
             assert self._losses is not None
@@ -297,14 +271,14 @@ class StageExecution:
             loss = self._losses.compute(microbatch, output, target, self._loss_kwargs, weight, leaves)
             if self.find_nan:
                 require_finite(loss, f"{self._where}, microbatch {microbatch}: the loss")
-            self.losses[microbatch] = _owned(loss, received)
+            self.losses[microbatch] = owned(loss, received)
         if self._keep_results:
             # What cannot be merged is an error of this step on every rank.
             if not self.results:
                 require_mergeable(output, self._batch.merge_spec)
             else:
                 require_alike(next(iter(self.results.values())), output, microbatch, self._batch.merge_spec)
-            self.results[microbatch] = _owned(_detached(output), received)
+            self.results[microbatch] = owned(detached(output), received)
 
     def send_forward(self, microbatch: int) -> None:
         """SEND_F: sends the output on and keeps only its autograd nodes."""
@@ -321,7 +295,7 @@ class StageExecution:
     def backward(self, microbatch: int) -> None:
         """B: waits for the output's gradients, runs backward, and ends the leases of what was received."""
         kept = self._backward(microbatch, split=False)
-        self._take_over(kept)
+        kept.take_over()
         self._end_leases(kept)
         self._after_backward(microbatch, kept)
 
@@ -329,14 +303,14 @@ class StageExecution:
         """B, which its SEND_B follows at once: that ends the leases."""
         kept = self._backward(microbatch, split=False)
         if isinstance(kept.gradients, CopiesLease):  # the stage's own memory: it need not live through a send
-            self._take_over(kept)
+            kept.take_over()
             self._end_leases(kept)
         self._after_backward(microbatch, kept)
 
     def input_backward(self, microbatch: int) -> None:
         """I: the input's half of B; what the weights' half needs stays."""
         kept = self._backward(microbatch, split=True)
-        self._take_over(kept)
+        kept.take_over()
         if kept.weight_work is None:  # there was no part to leave for W
             self._end_leases(kept)
         self._after_backward(microbatch, kept)
@@ -360,7 +334,7 @@ class StageExecution:
         if kept.passed_on is None:
             del self._microbatches[microbatch]
 
-    def _backward(self, microbatch: int, *, split: bool) -> _Microbatch:
+    def _backward(self, microbatch: int, *, split: bool) -> MicrobatchState:
         """Runs a whole backward, or its half of the input."""
         kept = self._microbatches[microbatch]
         roots, gradients = self._roots(microbatch, kept)
@@ -398,7 +372,7 @@ class StageExecution:
                 "or detach() it (a state that is carried on)"
             )
 
-    def _roots(self, microbatch: int, kept: _Microbatch) -> tuple[list[Any], list[Tensor]]:
+    def _roots(self, microbatch: int, kept: MicrobatchState) -> tuple[list[Any], list[Tensor]]:
         """Where a backward begins, and with which gradients; waits for those."""
         if self._gradients is None:
             assert self._losses is not None
@@ -411,7 +385,7 @@ class StageExecution:
         kept.nodes = []
         return [node for node, _ in pairs], [gradient for _, gradient in pairs]
 
-    def _settle(self, microbatch: int, kept: _Microbatch, leaves: Sequence[Tensor]) -> None:
+    def _settle(self, microbatch: int, kept: MicrobatchState, leaves: Sequence[Tensor]) -> None:
         """After a backward or a half: looks after the gradients that it has added."""
         self._new_gradients.own(kept.input, kept.gradients)
         if self._moves_gradients:
@@ -420,21 +394,13 @@ class StageExecution:
         if self.find_nan:
             self._require_finite_gradients(microbatch, leaves)
 
-    def _after_backward(self, microbatch: int, kept: _Microbatch) -> None:
+    def _after_backward(self, microbatch: int, kept: MicrobatchState) -> None:
         if self._hands_backward:
             self.send_backward(microbatch)
         elif kept.passed_on is None and kept.weight_work is None:
             del self._microbatches[microbatch]
 
-    def _take_over(self, kept: _Microbatch) -> None:
-        """Copies those of the input's gradients that lie in memory which is about to be given back."""
-        if kept.passed_on is not None:
-            leases = (kept.input, kept.gradients)
-            kept.passed_on = [
-                copy_of(each) if each is not None and _lies_in(each, *leases) else each for each in kept.passed_on
-            ]
-
-    def _end_leases(self, kept: _Microbatch) -> None:
+    def _end_leases(self, kept: MicrobatchState) -> None:
         received, kept.input = kept.input, None
         if received is not None:
             assert self._inputs is not None
@@ -473,7 +439,7 @@ class StageExecution:
         is_over = kept.weight_work is None  # else W needs the leases
         is_leased = kept.input is not None or kept.gradients is not None
         if is_over and is_leased and not channel.has_room():
-            self._take_over(kept)
+            kept.take_over()
             self._end_leases(kept)
         gradients, kept.passed_on = kept.passed_on, None
         assert gradients is not None
@@ -490,24 +456,3 @@ class StageExecution:
 
 def _nothing() -> None:
     pass
-
-
-def _detached(tree: Any) -> Any:
-    if isinstance(tree, Tensor):
-        return tree.detach()
-    return map_tensors(tree, Tensor.detach)
-
-
-def _lies_in(tensor: Tensor, *leases: Lease | None) -> bool:
-    return any(lease is not None and (tensor.is_nested or lease.holds(tensor)) for lease in leases)
-
-
-def _owned(tree: Any, lease: Lease | None) -> Any:
-    """`tree`, with copies of the tensors that lie in a lease's memory, which is about to be given back."""
-
-    def owned(tensor: Tensor) -> Tensor:
-        return copy_of(tensor) if _lies_in(tensor, lease) else tensor
-
-    if isinstance(tree, Tensor):
-        return owned(tree)
-    return map_tensors(tree, owned)
