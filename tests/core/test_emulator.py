@@ -144,6 +144,11 @@ def test_connections_that_are_first_used_in_different_orders_hang(emulator: Emul
     assert "waits for the peer's first use of an edge of communicator" in said
 
 
+def test_communicators_created_one_by_one_in_different_orders_hang(emulator: Emulator) -> None:
+    said = check(emulator, "creations_in_different_orders", seeds=HANG_SEEDS)
+    assert "waits for the other rank of communicator" in said
+
+
 # --- promises
 
 
@@ -151,6 +156,12 @@ def test_connections_that_are_first_used_in_different_orders_hang(emulator: Emul
 def test_semantics(emulator: Emulator, subject: str) -> None:
     for seed in range(5):
         run(emulator, "semantics", subject, seed=seed)
+
+
+@pytest.mark.parametrize("subject", ["creation_blocking", "creation_nonblocking", "failure", "mixed", "abandoned"])
+def test_a_group_creates_and_finalizes_its_communicators_all_at_once(emulator: Emulator, subject: str) -> None:
+    for seed in range(5):
+        run(emulator, "groups", subject, seed=seed)
 
 
 @pytest.mark.parametrize(

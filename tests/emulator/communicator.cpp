@@ -4,8 +4,12 @@
 
 #include <cstddef>
 #include <cstdlib>
+#include <functional>
+#include <string_view>
 #include <thread>
 #include <utility>
+
+#include "groups.hpp"
 
 namespace pypipe::emulator {
 namespace {
@@ -81,6 +85,7 @@ Result Communicators::refuse(Result result, const std::string& why) {
 Result Communicators::create(Lock& lock, nccl::CommunicatorHandle* handle, int size, const nccl::UniqueId& id, int rank,
                              const nccl::Config* config, int version) {
   if (handle == nullptr) return refuse(Result::invalid_argument, "no place for the communicator");
+  *handle = nullptr;
   if (size < 1 || rank < 0 || rank >= size) return refuse(Result::invalid_argument, "rank or size is wrong");
   if (size > 2) return refuse(Result::invalid_argument, "this emulator has communicators of 1 and 2 ranks only");
   if (config != nullptr) {
@@ -96,45 +101,55 @@ Result Communicators::create(Lock& lock, nccl::CommunicatorHandle* handle, int s
   made->lazy = engine().knobs.lazy;
   made->ordered = launch_order(config, version);
   made->random = engine().new_random();
+  made->hash = std::hash<std::string_view>()({id.internal, sizeof id.internal});
   all_[made->handle] = made;
-  *handle = made->handle;
-  std::thread([made, id, version] { connect(made, id, version); }).detach();
-  if (!made->blocking) return Result::in_progress;
-  engine().host_wait(lock, made->changed, made->name + " to be created",
-                     [&] { return made->state != Result::in_progress; });
-  return made->state;
+  *handle = made->handle;  // at the call, before the group ends (src/init.cc: ncclCommInitRankDev)
+  return grouped(lock, [&] {
+    const Result result =
+        enlist({made, false, [made, id, version](Lock& own) { return connect(own, made, id, version); },
+                [made] {
+                  made->fail(Result::internal_error, "another of its group was not created");
+                  if (made->listener) ::shutdown(made->listener.get(), SHUT_RDWR);
+                }});
+    if (result == Result::success) return result;
+    all_.erase(made->handle);
+    *handle = nullptr;
+    return result;
+  });
 }
 
-void Communicators::connect(const std::shared_ptr<Communicator>& made, const nccl::UniqueId& id, int version) {
+Result Communicators::connect(Lock& lock, const std::shared_ptr<Communicator>& made, const nccl::UniqueId& id,
+                              int version) {
+  const auto stopped = [&] { return made->aborted() || made->state != Result::in_progress; };
+  const auto give_up = [&](Result result, const std::string& why) {
+    if (stopped()) return Result::internal_error;
+    made->fail(result, why);
+    return result;
+  };
   std::string problem;
-  Lock lock(engine().mutex);
   const auto pause = engine().delay(made->random);
   lock.unlock();
   std::this_thread::sleep_for(pause);
   Fd listener = call_listener(id, problem);
   lock.lock();
-  if (!listener) {
-    made->fail(Result::system_error, problem);
-    return;
-  }
-  if (made->aborted()) return;
+  if (stopped() || !listener) return give_up(Result::system_error, problem);
   made->listener = std::move(listener);  // stays open, so that an abort can shut it down
+  const auto here = engine().host_waits.insert(
+      engine().host_waits.end(), {Engine::thread_name(), "the other rank of " + made->name, Call::site()});
   lock.unlock();
   Meeting meeting = meet(made->listener.get(), made->rank, made->size, version);
   lock.lock();
-  if (made->aborted()) return;
-  if (meeting.result != Result::success) {
-    made->fail(meeting.result, meeting.problem);
-    return;
-  }
+  engine().host_waits.erase(here);
+  ++engine().progress;
+  if (stopped() || meeting.result != Result::success) return give_up(meeting.result, meeting.problem);
   made->life = Life::alive;
-  made->state = Result::success;
   ++engine().progress;
   if (meeting.socket) {
     made->wire.open(std::move(meeting.socket));
     std::thread([made] { read(made); }).detach();
   }
   made->changed.notify_all();
+  return Result::success;
 }
 
 // The thread that reads a communicator's wire. It only stores.
@@ -221,67 +236,67 @@ Result Communicators::async_error(nccl::CommunicatorHandle handle, Result* resul
 }
 
 // Waits for all kernels, tells the peer, and waits until it says goodbye too.
-void Communicators::wind_up(Lock& lock, const std::shared_ptr<Communicator>& of) {
-  const auto over = [of] { return of->aborted() || of->state != Result::in_progress; };
+Result Communicators::wind_up(Lock& lock, const std::shared_ptr<Communicator>& of) {
+  const Result before = of->state;
+  const auto over = [&] { return of->aborted() || of->state != before; };
+  const auto result = [&] { return of->aborted() ? Result::internal_error : of->state; };
+  if (of->finished != of->launched) ++engine().synchronizations;
   engine().host_wait(lock, of->changed, "the operations of " + of->name,
                      [&] { return over() || of->finished == of->launched; });
-  if (over()) return;
+  if (over()) return result();
   if (of->wire) {
     lock.unlock();
     of->wire.write({FrameKind::goodbye, 0, 0, false, {}, {}});
     lock.lock();
     engine().host_wait(lock, of->changed, "the peer of " + of->name + " to finalize it too",
                        [&] { return over() || of->peer_left || of->peer_gone; });
-    if (over()) return;
+    if (over()) return result();
   }
   of->life = Life::finalized;
-  of->state = Result::success;
-  of->changed.notify_all();
-}
-
-Result Communicators::finalize(Lock& lock, nccl::CommunicatorHandle handle) {
-  Result result = Result::success;
-  const std::shared_ptr<Communicator> found = usable(handle, result);
-  if (!found) return result;
-  found->life = Life::finalizing;
-  found->state = Result::in_progress;
-  if (!found->blocking) {
-    const Site site = Call::site();
-    std::thread([found, site] {
-      Call::adopt(site);
-      Lock background(engine().mutex);
-      wind_up(background, found);
-    }).detach();
-    return Result::in_progress;
-  }
-  if (found->finished != found->launched) ++engine().synchronizations;
-  wind_up(lock, found);
-  return found->state;
-}
-
-Result Communicators::destroy(Lock& lock, nccl::CommunicatorHandle handle) {
-  const std::shared_ptr<Communicator> found = find(handle);
-  if (!found) return Result::invalid_argument;
-  if (found->state == Result::in_progress) {
-    return refuse(Result::invalid_argument,
-                  found->name + " is destroyed before its previous call has finished (ncclInProgress)");
-  }
-  if (!found->registered.empty()) {
-    engine().reports.hazard("registered", found->name + " is destroyed with " +
-                                              std::to_string(found->registered.size()) +
-                                              " buffers still registered: " + emulator::describe(Call::site()));
-  }
-  if (found->life == Life::alive && found->state == Result::success) {
-    if (found->finished != found->launched) ++engine().synchronizations;
-    found->life = Life::finalizing;
-    found->state = Result::in_progress;
-    wind_up(lock, found);
-  }
-  bury(lock, found);
   return Result::success;
 }
 
+Result Communicators::finalize(Lock& lock, nccl::CommunicatorHandle handle) {
+  return grouped(lock, [&] {
+    Result result = Result::success;
+    const std::shared_ptr<Communicator> found = usable(handle, result);
+    if (!found) return result;
+    result = enlist({found, false, [found](Lock& own) { return wind_up(own, found); },
+                     [found] { found->fail(Result::internal_error, "another of its group was not finalized"); }});
+    if (result == Result::success) found->life = Life::finalizing;
+    return result;
+  });
+}
+
+Result Communicators::destroy(Lock& lock, nccl::CommunicatorHandle handle) {
+  if (handle == nullptr) return Result::success;
+  return grouped(lock, [&] {
+    const std::shared_ptr<Communicator> found = find(handle);
+    if (!found) return Result::invalid_argument;
+    if (found->state == Result::in_progress || found->jobs != 0) {
+      return refuse(Result::invalid_argument,
+                    found->name + " is destroyed before its previous call has finished (ncclInProgress)");
+    }
+    if (!found->registered.empty()) {
+      engine().reports.hazard("registered", found->name + " is destroyed with " +
+                                                std::to_string(found->registered.size()) +
+                                                " buffers still registered: " + emulator::describe(Call::site()));
+    }
+    return enlist({found, true,
+                   [this, found](Lock& own) {
+                     if (found->life == Life::alive && found->state == Result::success) {
+                       found->life = Life::finalizing;
+                       (void)wind_up(own, found);
+                     }
+                     bury(own, found);
+                     return Result::success;
+                   },
+                   nullptr});
+  });
+}
+
 Result Communicators::abort(Lock& lock, nccl::CommunicatorHandle handle) {
+  if (handle == nullptr) return Result::success;
   const std::shared_ptr<Communicator> found = find(handle);
   if (!found) return Result::invalid_argument;
   bury(lock, found);
@@ -299,7 +314,7 @@ void Communicators::bury(Lock& lock, const std::shared_ptr<Communicator>& of) {
   of->changed.notify_all();
   engine().resident_changed.notify_all();
   engine().host_wait(lock, of->changed, "the running operation of " + of->name + " to notice its abort",
-                     [&] { return of->running.empty() && of->deferred == 0; });
+                     [&] { return of->running.empty() && of->deferred == 0 && of->jobs == 0; });
   engine().join_all_threads(of->clock);
 }
 

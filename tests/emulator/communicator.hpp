@@ -40,6 +40,7 @@ struct Communicator {
   int size = 1;
   bool blocking = true;
   bool lazy = true;
+  std::size_t hash = 0;  // of the unique id: the same on both ranks
   bool ordered = false;  // with an implicit launch order
   Random random;
 
@@ -49,6 +50,7 @@ struct Communicator {
   std::condition_variable changed;
   Clock clock;  // of everything that its kernels did
 
+  int jobs = 0;      // creations and finalizations that groups have not finished
   int deferred = 0;  // calls in progress that have yet to launch
   std::uint64_t launched = 0;
   std::uint64_t finished = 0;
@@ -97,9 +99,10 @@ class Communicators {
   [[nodiscard]] std::string describe() const;
 
  private:
-  static void connect(const std::shared_ptr<Communicator>& made, const nccl::UniqueId& id, int version);
+  static nccl::Result connect(Lock& lock, const std::shared_ptr<Communicator>& made, const nccl::UniqueId& id,
+                              int version);
   static void read(const std::shared_ptr<Communicator>& from);
-  static void wind_up(Lock& lock, const std::shared_ptr<Communicator>& of);
+  static nccl::Result wind_up(Lock& lock, const std::shared_ptr<Communicator>& of);
   void bury(Lock& lock, const std::shared_ptr<Communicator>& of);
 
   std::map<nccl::CommunicatorHandle, std::shared_ptr<Communicator>> all_;

@@ -94,7 +94,7 @@ class Engine {
   // Kernels of communicators with an implicit launch order that have not started (or, serially, ended), by sequence.
   std::map<std::uint64_t, const Communicator*> launches;
   std::condition_variable resident_changed;  // rung when either of them shrinks
-  std::uint64_t progress = 0;                // completed operations, arrived frames
+  std::uint64_t progress = 0;                // completed operations, arrived frames, ended waits
   std::uint64_t completed = 0;
   std::uint64_t synchronizations = 0;
   bool exiting = false;
@@ -134,6 +134,7 @@ void Engine::host_wait(Lock& lock, std::condition_variable& changed, const std::
   const auto here = host_waits.insert(host_waits.end(), {thread_name(), what, Call::site()});
   changed.wait(lock, ready);
   host_waits.erase(here);
+  ++progress;
 }
 
 }  // namespace pypipe::emulator

@@ -25,10 +25,20 @@ struct Member {
 struct Group {
   int depth = 0;
   Result error = Result::success;
+  int blocking = -1;  // not known yet
+  std::vector<Job> jobs;
   std::vector<Member> members;
 };
 
 thread_local Group group;
+
+// Whether a communicator goes with the others of the group.
+Result join(const Communicator& on) {
+  if (group.blocking == -1) group.blocking = on.blocking ? 1 : 0;
+  if (group.blocking == (on.blocking ? 1 : 0)) return Result::success;
+  return engine().communicators.refuse(Result::invalid_argument,
+                                       "Blocking and nonblocking communicators are not allowed in the same group");
+}
 
 Member& member_of(const std::shared_ptr<Communicator>& communicator) {
   for (Member& member : group.members) {
@@ -69,14 +79,22 @@ void announce(Lock& lock, const std::vector<Member>& members) {
   }
 }
 
-void connect(Lock& lock, const std::vector<Member>& members) {
+// Where one can't be connected, the others' connections are given up too.
+Result connect(Lock& lock, const std::vector<Member>& members) {
   announce(lock, members);
+  Result result = Result::success;
   for (const Member& member : members) {
     Communicator& on = *member.communicator;
     const Result before = on.state;
+    const auto broken = [&] { return on.aborted() || on.state != before; };
     engine().host_wait(lock, on.changed, "the peer's first use of an edge of " + on.name,
-                       [&] { return on.aborted() || on.state != before || connected(member); });
+                       [&] { return result != Result::success || broken() || connected(member); });
+    if (result == Result::success && broken()) result = on.aborted() ? Result::internal_error : on.state;
+    if (result != Result::success && !broken() && !connected(member)) {
+      on.fail(Result::internal_error, "another communicator of its group could not be connected");
+    }
   }
+  return result;
 }
 
 void launch(Member& member, const Issue& issue) {
@@ -99,30 +117,10 @@ void count_deferred(const std::vector<Member>& members, int change) {
   }
 }
 
-void launch_later(std::vector<Member> members, const Issue& issue, std::chrono::microseconds pause) {
-  Call::adopt(issue.site);
-  std::this_thread::sleep_for(pause);
-  Lock lock(engine().mutex);
-  connect(lock, members);
-  count_deferred(members, -1);
-  for (const Member& member : members) member.communicator->changed.notify_all();
-  for (Member& member : members) {
-    Communicator& on = *member.communicator;
-    if (on.aborted() || on.state != Result::in_progress) continue;
-    launch(member, issue);
-    on.state = Result::success;
-    on.changed.notify_all();
-  }
-  members.clear();  // with the lock: transfers leave the engine's lists
-}
-
 Result check(const std::vector<Member>& members) {
   Communicators& all = engine().communicators;
   for (const Member& member : members) {
     const Communicator& on = *member.communicator;
-    if (on.blocking != members.front().communicator->blocking) {
-      return all.refuse(Result::invalid_usage, "a group has blocking and non-blocking communicators");
-    }
     std::vector<Access> accesses;
     int to_self = 0;
     for (const auto& transfer : member.transfers) {
@@ -137,31 +135,95 @@ Result check(const std::vector<Member>& members) {
   return Result::success;
 }
 
-Result launch_all(Lock& lock, std::vector<Member> members) {
-  if (const Result wrong = check(members); wrong != Result::success) return wrong;
-  const Issue issue = Issue::now();
-  Random& random = members.front().communicator->random;
-  const bool blocking = members.front().communicator->blocking;
-  const bool ready = std::all_of(members.begin(), members.end(), connected);
-  if (!blocking && (!ready || random.below(100) < engine().knobs.in_progress)) {
-    for (const Member& member : members) member.communicator->state = Result::in_progress;
-    count_deferred(members, 1);
-    std::thread(launch_later, std::move(members), issue, engine().delay(random)).detach();
-    return Result::in_progress;
+Result run_jobs(Lock& lock, const std::vector<Job>& jobs) {
+  if (jobs.empty()) return Result::success;
+  if (jobs.size() == 1) return jobs.front().run(lock);
+  struct Shared {
+    std::size_t left;
+    std::vector<bool> over;
+    Result result = Result::success;
+    std::condition_variable changed;
+  };
+  const auto shared = std::make_shared<Shared>();
+  shared->left = jobs.size();
+  shared->over.resize(jobs.size());
+  for (std::size_t i = 0; i < jobs.size(); ++i) {
+    std::thread([shared, &jobs, i, site = Call::site()] {
+      Call::adopt(site);
+      Lock mine(engine().mutex);
+      const Result result = jobs[i].run(mine);
+      shared->over[i] = true;
+      if (result != Result::success && shared->result == Result::success) {
+        shared->result = result;
+        for (std::size_t j = 0; j < jobs.size(); ++j) {
+          if (!shared->over[j] && jobs[j].stop) jobs[j].stop();
+        }
+      }
+      --shared->left;
+      shared->changed.notify_all();
+    }).detach();
   }
-  if (!ready) connect(lock, members);
-  Result result = Result::success;
-  for (Member& member : members) {
+  engine().host_wait(lock, shared->changed, "all that its group creates, finalizes or ends",
+                     [&] { return shared->left == 0; });
+  return shared->result;
+}
+
+// The failure of one is the failure of all (src/group.cc: groupCleanup).
+void clean_up(const Group& failed, Result error) {
+  for (const Job& job : failed.jobs) {
+    if (!job.reclaims && !job.communicator->aborted()) job.communicator->fail(error, "its group failed");
+  }
+  for (const Member& member : failed.members) {
+    if (!member.communicator->blocking) member.communicator->fail(error, "its group failed");
+  }
+}
+
+// `later`: on a background thread, after ncclInProgress.
+Result run(Lock& lock, Group& ended, const Issue& issue, bool later) {
+  Result result = run_jobs(lock, ended.jobs);
+  if (result == Result::success) result = connect(lock, ended.members);
+  if (later) count_deferred(ended.members, -1);
+  if (result != Result::success) clean_up(ended, result);
+  for (const Job& job : ended.jobs) {
+    Communicator& on = *job.communicator;
+    if (job.reclaims) continue;
+    if (on.state == Result::in_progress) on.state = Result::success;
+    --on.jobs;
+    on.changed.notify_all();
+  }
+  for (Member& member : ended.members) {
     Communicator& on = *member.communicator;
+    on.changed.notify_all();
+    if (result != Result::success && !on.aborted()) continue;
     if (on.aborted()) {
       result = Result::internal_error;
-    } else if (on.state != Result::success) {
+    } else if (on.state != (later ? Result::in_progress : Result::success)) {
       result = on.state;
     } else {
       launch(member, issue);
+      on.state = Result::success;
     }
   }
+  ended.members.clear();  // with the lock: transfers leave the engine's lists
   return result;
+}
+
+Result run_later(Group ended, const Issue& issue) {
+  for (const Job& job : ended.jobs) job.communicator->state = Result::in_progress;
+  for (const Member& member : ended.members) member.communicator->state = Result::in_progress;
+  count_deferred(ended.members, 1);
+  Random& random = (ended.jobs.empty() ? ended.members.front().communicator : ended.jobs.front().communicator)->random;
+  std::thread(
+      [pause = engine().delay(random), issue](Group later) {
+        Call::adopt(issue.site);
+        std::this_thread::sleep_for(pause);
+        Lock background(engine().mutex);
+        (void)run(background, later, issue, true);
+        later.jobs.clear();
+      },
+      std::move(ended))
+      .detach();
+  return Result::in_progress;
 }
 
 }  // namespace
@@ -171,24 +233,59 @@ Result group_start() {
   return Result::success;
 }
 
+bool in_group() { return group.depth != 0; }
+
 Result group_end(Lock& lock) {
   if (group.depth == 0) {
     return engine().communicators.refuse(Result::invalid_usage, "ncclGroupEnd without ncclGroupStart");
   }
   if (--group.depth != 0) return Result::success;
-  std::vector<Member> members = std::exchange(group.members, {});
-  const Result error = std::exchange(group.error, Result::success);
-  if (error != Result::success || members.empty()) return error;
-  return launch_all(lock, std::move(members));
+  Group ended = std::exchange(group, Group());
+  if (ended.error == Result::success) ended.error = check(ended.members);
+  if (ended.error != Result::success) {
+    clean_up(ended, ended.error);
+    for (const Job& job : ended.jobs) job.communicator->jobs -= job.reclaims ? 0 : 1;
+    return ended.error;
+  }
+  if (ended.jobs.empty() && ended.members.empty()) return Result::success;
+  std::stable_sort(ended.members.begin(), ended.members.end(), [](const Member& one, const Member& other) {
+    return one.communicator->hash < other.communicator->hash;
+  });
+  const Issue issue = Issue::now();
+  const bool ready = ended.jobs.empty() && std::all_of(ended.members.begin(), ended.members.end(), connected);
+  const bool later = ended.blocking == 0 &&
+                     (!ready || ended.members.front().communicator->random.below(100) < engine().knobs.in_progress);
+  if (later) return run_later(std::move(ended), issue);
+  return run(lock, ended, issue, false);
+}
+
+Result grouped(Lock& lock, const std::function<Result()>& collect) {
+  group_start();
+  const Result result = collect();
+  if (result != Result::success && result != Result::in_progress && group.error == Result::success) {
+    group.error = result;
+  }
+  if (group.depth == 1) return group_end(lock);
+  (void)group_end(lock);
+  return result;
+}
+
+Result enlist(Job job) {
+  if (job.reclaims) {
+    group.blocking = 1;
+  } else if (const Result result = join(*job.communicator); result != Result::success) {
+    return result;
+  } else {
+    ++job.communicator->jobs;
+  }
+  group.jobs.push_back(std::move(job));
+  return Result::success;
 }
 
 Result transfer(Lock& lock, const char* name, const void* data, std::size_t count, int type, int peer,
                 nccl::CommunicatorHandle communicator, cuda::StreamHandle stream) {
   Communicators& all = engine().communicators;
-  const auto collect = [&] {
-    Result result = Result::success;
-    const std::shared_ptr<Communicator> on = all.usable(communicator, result);
-    if (!on) return result;
+  const auto collect = [&](const std::shared_ptr<Communicator>& on) {
     if (size_of_type(type) == 0) return all.refuse(Result::invalid_argument, "no such data type");
     if (peer < 0 || peer >= on->size) return all.refuse(Result::invalid_argument, "no such peer");
     if (data == nullptr && count != 0) return all.refuse(Result::invalid_argument, "no buffer");
@@ -197,6 +294,7 @@ Result transfer(Lock& lock, const char* name, const void* data, std::size_t coun
     }
     const std::shared_ptr<Stream> target = engine().streams.find(stream);
     if (!target) return Result::invalid_argument;
+    if (const Result mixed = join(*on); mixed != Result::success) return mixed;
     Member& member = member_of(on);
     member.transfers.push_back(std::make_unique<Transfer>(*on, name, data, count * size_of_type(type), peer, *target));
     if (std::find(member.streams.begin(), member.streams.end(), target) == member.streams.end()) {
@@ -204,12 +302,14 @@ Result transfer(Lock& lock, const char* name, const void* data, std::size_t coun
     }
     return Result::success;
   };
-  group_start();
-  const Result result = collect();
-  if (result != Result::success && group.error == Result::success) group.error = result;
-  if (group.depth == 1) return group_end(lock);
-  (void)group_end(lock);
-  return result;
+  return grouped(lock, [&] {
+    Result result = Result::success;
+    const std::shared_ptr<Communicator> on = all.usable(communicator, result);
+    if (!on) return result;
+    result = collect(on);
+    if (result != Result::success && !on->blocking) on->fail(result, all.last_error());  // src/enqueue.cc
+    return result;
+  });
 }
 
 }  // namespace pypipe::emulator

@@ -110,7 +110,7 @@ bool DeviceMemory::is(unsigned char value) const {
   return std::all_of(data(), data() + bytes, [&](std::byte byte) { return byte == std::byte{value}; });
 }
 
-Communicator::Communicator(const Rank& rank, const char* name, bool blocking) : peer_(rank.peer()) {
+nccl::UniqueId shared_id(const Rank& rank) {
   nccl::UniqueId id{};
   if (rank.number == 0) {
     CALL(ncclGetUniqueId(&id));
@@ -118,13 +118,23 @@ Communicator::Communicator(const Rank& rank, const char* name, bool blocking) : 
   } else {
     rank.get(&id, sizeof id);
   }
+  return id;
+}
+
+Communicator::Communicator(const Rank& rank, const char* name, bool blocking)
+    : Communicator(rank, name, blocking, shared_id(rank), Unsettled()) {
+  check(settle() == nccl::Result::success, "the communicator was not created");
+}
+
+Communicator::Communicator(const Rank& rank, const char* name, bool blocking, const nccl::UniqueId& id,
+                           Unsettled /*unsettled*/)
+    : peer_(rank.peer()) {
   nccl::Config config;
   config.version = 23007;
   config.blocking = blocking ? 1 : 0;
   config.split_share = 0;
   config.comm_name = name;
   CALL(ncclCommInitRankConfig(&handle, 2, id, rank.number, &config));
-  check(settle() == nccl::Result::success, "the communicator was not created");
 }
 
 Communicator::~Communicator() {

@@ -85,10 +85,16 @@ class DeviceMemory {
   cuda::Pointer pointer_ = 0;
 };
 
+// An id that rank 0 makes and both have.
+nccl::UniqueId shared_id(const Rank& rank);
+
 // A two-rank communicator; rank 0 makes the id.
 class Communicator {
  public:
   Communicator(const Rank& rank, const char* name, bool blocking = false);
+  // One whose creation may still go on, since a group has it: see settle().
+  struct Unsettled {};
+  Communicator(const Rank& rank, const char* name, bool blocking, const nccl::UniqueId& id, Unsettled unsettled);
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
   ~Communicator();

@@ -30,6 +30,7 @@ void opposite_transfers_fused(Rank& rank, bool planted);
 void one_resident_operation(Rank& rank, bool planted);
 void one_hardware_queue(Rank& rank, bool planted);
 void connections_in_different_orders(Rank& rank, bool planted);
+void creations_in_different_orders(Rank& rank, bool planted);
 void an_event_recorded_in_progress(Rank& rank, bool planted);
 void a_launch_order_that_contradicts_the_data(Rank& rank, bool planted);
 void a_serial_launch_order(Rank& rank, bool planted);
@@ -50,6 +51,7 @@ inline const std::vector<Scenario>& scenarios() {
       {"one_resident_operation", "hang", one_resident_operation},
       {"one_hardware_queue", "hang", one_hardware_queue},
       {"connections_in_different_orders", "hang", connections_in_different_orders},
+      {"creations_in_different_orders", "hang", creations_in_different_orders},
       {"an_event_recorded_in_progress", "in_progress", an_event_recorded_in_progress},
       {"a_launch_order_that_contradicts_the_data", "hang", a_launch_order_that_contradicts_the_data},
       {"a_serial_launch_order", "hang", a_serial_launch_order},

@@ -1,4 +1,5 @@
 // Hazards of order and progress: transfers that wait for each other, and events that come too early.
+#include <array>
 #include <chrono>
 #include <cstdlib>
 #include <thread>
@@ -262,6 +263,36 @@ void connections_in_different_orders(Rank& rank, bool planted) {
     return;
   }
   finish(rank, planted, {&wire}, {&one, &other});
+}
+
+// A blocking creation waits for the other rank: two ranks that create two communicators in different orders, one by one
+// or within a group. A second thread ends what hangs.
+void creations_in_different_orders(Rank& rank, bool planted) {
+  set_limits(planted);
+  const nccl::UniqueId id = shared_id(rank);
+  const nccl::UniqueId other = shared_id(rank);
+  std::array<nccl::CommunicatorHandle, 2> made{};
+  nccl::Config config;
+  config.version = 23007;
+  std::thread watchdog([&] {
+    if (!planted) return;
+    while (hazards("hang") == 0) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    CALL(ncclCommAbort(made[0]));
+  });
+  if (!planted) group_start();
+  for (std::size_t i = 0; i < made.size(); ++i) {
+    const bool first = (i == 0) == (rank.number == 0);
+    const nccl::Result result = ncclCommInitRankConfig(&made.at(i), 2, first ? id : other, rank.number, &config);
+    check((result == nccl::Result::success) == !planted, "a creation that should hang, or should not");
+    if (planted) break;
+  }
+  if (!planted) CALL(ncclGroupEnd());
+  watchdog.join();
+  if (planted) return rank.barrier();
+  group_start();
+  for (const nccl::CommunicatorHandle handle : made) CALL(ncclCommFinalize(handle));
+  CALL(ncclGroupEnd());
+  for (const nccl::CommunicatorHandle handle : made) CALL(ncclCommDestroy(handle));
 }
 
 // A non-blocking call that has not finished has put nothing into the stream yet: the event comes too early.

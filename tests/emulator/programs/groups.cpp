@@ -1,0 +1,128 @@
+// groups WHAT: what ncclGroupStart and ncclGroupEnd make of creations, finalizations and aborts.
+#include <atomic>
+#include <cstdio>
+#include <string>
+#include <thread>
+
+#include "pair.hpp"
+
+namespace pypipe::test {
+namespace {
+
+using std::chrono::milliseconds;
+
+void expect_usage(const std::string& part) {
+  check(hazards("usage") == 1, "not exactly one usage was reported");
+  std::string text(pypipe_emulator_last_report(nullptr, 0) + 1, 0);
+  (void)pypipe_emulator_last_report(text.data(), text.size());
+  check(text.find(part) != std::string::npos, text + " does not say: " + part);
+  pypipe_emulator_reset_counters();
+}
+
+// Two ranks that create the same communicators in different orders meet within a group, blocking or not.
+void creation(Rank& rank, bool blocking) {
+  Stream wire("wire");
+  const nccl::UniqueId first = shared_id(rank);
+  const nccl::UniqueId second = shared_id(rank);
+  group_start();
+  Communicator one(rank, "one", blocking, rank.number == 0 ? first : second, Communicator::Unsettled());
+  check(one.handle != nullptr, "the handle is not set at the call");
+  Communicator other(rank, "other", blocking, rank.number == 0 ? second : first, Communicator::Unsettled());
+  const nccl::Result ended = ncclGroupEnd();
+  check(ended == (blocking ? nccl::Result::success : nccl::Result::in_progress), "the end of the group");
+  check(one.settle() == nccl::Result::success && other.settle() == nccl::Result::success, "not created");
+  Communicator& same = rank.number == 0 ? one : other;
+  same.warm_up(wire);
+  // Finalized in different orders too, within a group: each waits for the peer's.
+  group_start();
+  CALL(ncclCommFinalize(one.handle));
+  CALL(ncclCommFinalize(other.handle));
+  CALL(ncclGroupEnd());
+  check(one.settle() == nccl::Result::success && other.settle() == nccl::Result::success, "not finalized");
+  check(hazards() == 0, "something legal was reported");
+}
+
+// One that fails ends the others, which have nobody to meet.
+void failure() {
+  nccl::UniqueId id{};
+  CALL(ncclGetUniqueId(&id));
+  nccl::UniqueId wrong{};
+  nccl::CommunicatorHandle lonely = nullptr;
+  nccl::CommunicatorHandle nonsense = nullptr;
+  nccl::Config config;
+  config.version = 23007;
+  group_start();
+  CALL(ncclCommInitRankConfig(&lonely, 2, id, 0, &config));
+  CALL(ncclCommInitRankConfig(&nonsense, 2, wrong, 0, &config));
+  check(ncclGroupEnd() == nccl::Result::system_error, "a failure was not told");
+  nccl::Result state = nccl::Result::success;
+  CALL(ncclCommGetAsyncError(lonely, &state));
+  check(state == nccl::Result::internal_error, "the other communicator of the group goes on");
+  CALL(ncclCommAbort(lonely));
+  CALL(ncclCommAbort(nonsense));
+  check(hazards() == 0, "something legal was reported");
+}
+
+void mixed() {
+  nccl::UniqueId id{};
+  CALL(ncclGetUniqueId(&id));
+  nccl::CommunicatorHandle blocking = nullptr;
+  nccl::CommunicatorHandle other = nullptr;
+  nccl::Config config;
+  config.version = 23007;
+  config.blocking = 1;
+  group_start();
+  CALL(ncclCommInitRankConfig(&blocking, 1, id, 0, &config));
+  config.blocking = 0;
+  check(ncclCommInitRankConfig(&other, 1, id, 0, &config) == nccl::Result::invalid_argument, "a mixed group");
+  check(other == nullptr, "a communicator that was refused has a handle");
+  expect_usage("Blocking and nonblocking communicators");
+  check(ncclGroupEnd() == nccl::Result::invalid_argument, "the end of a mixed group");
+  CALL(ncclCommAbort(blocking));
+}
+
+// Another thread ends a creation that waits for a rank that never comes.
+void abandoned() {
+  nccl::UniqueId id{};
+  CALL(ncclGetUniqueId(&id));
+  std::atomic<nccl::CommunicatorHandle> made{nullptr};
+  std::atomic<bool> failed{false};
+  std::thread creator([&] {
+    nccl::Config config;
+    config.version = 23007;
+    nccl::CommunicatorHandle handle = nullptr;
+    group_start();
+    CALL(ncclCommInitRankConfig(&handle, 2, id, 0, &config));
+    made = handle;
+    failed = ncclGroupEnd() != nccl::Result::success;
+  });
+  while (made == nullptr) std::this_thread::yield();
+  std::this_thread::sleep_for(milliseconds(5));
+  CALL(ncclCommAbort(made));
+  creator.join();
+  check(failed, "an aborted creation succeeded");
+  check(hazards() == 0, "something legal was reported");
+}
+
+}  // namespace
+}  // namespace pypipe::test
+
+int main(int argc, char** argv) {
+  using namespace pypipe::test;
+  const std::string what = argc == 2 ? argv[1] : "";
+  if (what == "creation_blocking") {
+    run_pair([](Rank& rank) { creation(rank, true); });
+  } else if (what == "creation_nonblocking") {
+    run_pair([](Rank& rank) { creation(rank, false); });
+  } else if (what == "failure") {
+    failure();
+  } else if (what == "mixed") {
+    mixed();
+  } else if (what == "abandoned") {
+    abandoned();
+  } else {
+    std::fprintf(stderr, "usage: groups creation_blocking|creation_nonblocking|failure|mixed|abandoned\n");
+    return 2;
+  }
+  return 0;
+}
