@@ -43,7 +43,7 @@ def run(emulator: Emulator, *command: object, code: int = 0, **environment: obje
         [str(emulator.folder / str(command[0])), *map(str, command[1:])],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=120,
         env={**inherited, **knobs},
         check=False,
     )
@@ -149,6 +149,24 @@ def test_communicators_created_one_by_one_in_different_orders_hang(emulator: Emu
     assert "waits for the other rank of communicator" in said
 
 
+def test_aborting_communicators_one_by_one_hangs_where_a_group_of_aborts_ends(emulator: Emulator) -> None:
+    said = check(emulator, "aborts_one_by_one", seeds=HANG_SEEDS)
+    assert re.search(r"ncclCommAbort.*\n.*waits for the kernels of communicator \d+ 'to'", said)
+
+
+def test_before_nccl_2_22_a_group_of_aborts_hangs_where_one_thread_each_ends(emulator: Emulator) -> None:
+    said = check(emulator, "aborts_of_an_old_release", seeds=HANG_SEEDS)
+    assert "ncclCommAbort" in said
+
+
+def test_memory_that_is_registered_at_one_end_only_is_reported(emulator: Emulator) -> None:
+    assert "registered memory at one end only, the receiving one" in check(emulator, "registered_at_one_end")
+
+
+def test_a_deregistration_that_no_event_orders_after_the_transfers_is_reported(emulator: Emulator) -> None:
+    assert "deregistered while a transfer" in check(emulator, "deregistered_in_use")
+
+
 # --- promises
 
 
@@ -158,7 +176,7 @@ def test_semantics(emulator: Emulator, subject: str) -> None:
         run(emulator, "semantics", subject, seed=seed)
 
 
-@pytest.mark.parametrize("subject", ["creation_blocking", "creation_nonblocking", "failure", "mixed", "abandoned"])
+@pytest.mark.parametrize("subject", ["creation_blocking", "creation_nonblocking", "failure", "mixed", "abandoned", "interrupted"])
 def test_a_group_creates_and_finalizes_its_communicators_all_at_once(emulator: Emulator, subject: str) -> None:
     for seed in range(5):
         run(emulator, "groups", subject, seed=seed)

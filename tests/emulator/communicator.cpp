@@ -2,6 +2,7 @@
 
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdlib>
 #include <functional>
@@ -76,6 +77,13 @@ void Communicator::fail(Result result, const std::string& why) {
   changed.notify_all();
 }
 
+Registration* Communicator::registration_of(Range range) {
+  for (auto& [handle, registration] : registered) {
+    if (registration.range.begin <= range.begin && range.end <= registration.range.end) return &registration;
+  }
+  return nullptr;
+}
+
 Result Communicators::refuse(Result result, const std::string& why) {
   last_error_ = why;
   engine().reports.hazard("usage", why + ": " + emulator::describe(Call::site()));
@@ -95,6 +103,7 @@ Result Communicators::create(Lock& lock, nccl::CommunicatorHandle* handle, int s
   auto made = std::make_shared<Communicator>();
   made->handle = reinterpret_cast<nccl::CommunicatorHandle>(0x4300000000000000U + ++handles_ * 16);
   made->name = name_of(config, handles_) + " (rank " + std::to_string(rank) + ")";
+  made->version = version;
   made->rank = rank;
   made->size = size;
   made->blocking = config == nullptr || config->blocking != 0;
@@ -201,7 +210,7 @@ void Communicators::read(const std::shared_ptr<Communicator>& from) {
 
 std::shared_ptr<Communicator> Communicators::find(nccl::CommunicatorHandle handle) {
   const auto at = all_.find(handle);
-  if (at != all_.end()) return at->second;
+  if (at != all_.end() && !at->second->aborted()) return at->second;
   refuse(Result::invalid_argument, "no such communicator (it may have been destroyed or aborted)");
   return nullptr;
 }
@@ -246,7 +255,7 @@ Result Communicators::wind_up(Lock& lock, const std::shared_ptr<Communicator>& o
   if (over()) return result();
   if (of->wire) {
     lock.unlock();
-    of->wire.write({FrameKind::goodbye, 0, 0, false, {}, {}});
+    of->wire.write({FrameKind::goodbye, 0, 0, false, false, {}, {}});
     lock.lock();
     engine().host_wait(lock, of->changed, "the peer of " + of->name + " to finalize it too",
                        [&] { return over() || of->peer_left || of->peer_gone; });
@@ -277,45 +286,62 @@ Result Communicators::destroy(Lock& lock, nccl::CommunicatorHandle handle) {
       return refuse(Result::invalid_argument,
                     found->name + " is destroyed before its previous call has finished (ncclInProgress)");
     }
+    if (found->state != Result::success) {  // src/init.cc: ncclCommEnsureReady, before anything is freed
+      return refuse(found->state, found->name + " has failed, so that only ncclCommAbort can end it");
+    }
     if (!found->registered.empty()) {
       engine().reports.hazard("registered", found->name + " is destroyed with " +
                                                 std::to_string(found->registered.size()) +
                                                 " buffers still registered: " + emulator::describe(Call::site()));
     }
-    return enlist({found, true,
-                   [this, found](Lock& own) {
-                     if (found->life == Life::alive && found->state == Result::success) {
-                       found->life = Life::finalizing;
-                       (void)wind_up(own, found);
-                     }
-                     bury(own, found);
-                     return Result::success;
-                   },
-                   nullptr});
+    const auto job = [this, found](Lock& own) {
+      if (found->life == Life::alive) {
+        found->life = Life::finalizing;
+        (void)wind_up(own, found);
+      }
+      // Nothing stops a kernel that spins.
+      engine().host_wait(own, found->changed, "the kernels of " + found->name + ", which is destroyed",
+                         [&] { return found->finished == found->launched; });
+      end(*found);
+      return reclaim(own, found);
+    };
+    if (found->version < 22200) return job(lock);
+    return enlist({found, true, job, nullptr});
   });
 }
 
+// The flag is set at the call; what waits for the device is a job of the group from 2.22 on, and the call's own before
+// (src/init.cc: ncclCommAbort, commReclaim).
 Result Communicators::abort(Lock& lock, nccl::CommunicatorHandle handle) {
   if (handle == nullptr) return Result::success;
   const std::shared_ptr<Communicator> found = find(handle);
   if (!found) return Result::invalid_argument;
-  bury(lock, found);
-  return Result::success;
+  end(*found);
+  const auto job = [this, found](Lock& own) { return reclaim(own, found); };
+  if (found->version < 22200) return job(lock);
+  return grouped(lock, [&] { return enlist({found, true, job, nullptr}); });
 }
 
-// Ends all operations, running or not, and forgets the handle. What ran is over when this returns.
-void Communicators::bury(Lock& lock, const std::shared_ptr<Communicator>& of) {
-  of->life = Life::dead;
-  of->wire.shut();
-  if (of->listener) ::shutdown(of->listener.get(), SHUT_RDWR);
-  all_.erase(of->handle);
+// Running kernels end, and kernels that start later end at once.
+void Communicators::end(Communicator& of) {
+  of.life = Life::dead;
+  of.wire.shut();
+  if (of.listener) ::shutdown(of.listener.get(), SHUT_RDWR);
+  of.changed.notify_all();
+}
+
+// Waits until all kernels have been through their streams, which may be held up by kernels of communicators that go on
+// (src/init.cc: commDestroySync synchronizes the stream that follows each kernel), and forgets the handle.
+Result Communicators::reclaim(Lock& lock, const std::shared_ptr<Communicator>& of) {
+  engine().host_wait(
+      lock, of->changed,
+      "the kernels of " + of->name + ", which ends; " + std::to_string(of->launched - of->finished) +
+          " are still in their streams",
+      [&] { return of->finished == of->launched && of->running.empty() && of->deferred == 0 && of->jobs == 0; });
   for (Buffer* buffer : of->buffers) buffer->moot = true;
-  std::erase_if(engine().launches, [&](const auto& launch) { return launch.second == of.get(); });
-  of->changed.notify_all();
-  engine().resident_changed.notify_all();
-  engine().host_wait(lock, of->changed, "the running operation of " + of->name + " to notice its abort",
-                     [&] { return of->running.empty() && of->deferred == 0 && of->jobs == 0; });
+  all_.erase(of->handle);
   engine().join_all_threads(of->clock);
+  return Result::success;
 }
 
 Result Communicators::enroll(nccl::CommunicatorHandle handle, void* data, std::size_t bytes, void** registration) {
@@ -326,21 +352,33 @@ Result Communicators::enroll(nccl::CommunicatorHandle handle, void* data, std::s
     return refuse(Result::invalid_argument, "ncclCommRegister without memory");
   }
   *registration = reinterpret_cast<void*>(0x5200000000000000U + ++registrations_ * 16);
-  found->registered[*registration] = range_of(data, bytes);
+  found->registered[*registration] = {range_of(data, bytes), {}};
   return Result::success;
 }
 
 Result Communicators::withdraw(nccl::CommunicatorHandle handle, void* registration) {
   const std::shared_ptr<Communicator> found = find(handle);
   if (!found) return Result::invalid_argument;
-  if (found->registered.erase(registration) != 0) return Result::success;
-  return refuse(Result::invalid_argument, "no such registration on " + found->name);
+  const auto at = found->registered.find(registration);
+  if (at == found->registered.end()) {
+    return refuse(Result::invalid_argument, "no such registration on " + found->name);
+  }
+  // It takes effect at the call, in no stream's order (src/register/register.cc: ncclCommDeregister).
+  const Clock& known = engine().host().clock;
+  const auto in_use = [&](const Buffer* buffer) { return buffer->access.range.overlaps(at->second.range); };
+  if (std::any_of(found->buffers.begin(), found->buffers.end(), in_use) ||
+      !std::all_of(at->second.uses.begin(), at->second.uses.end(), [&](Epoch use) { return known.covers(use); })) {
+    engine().reports.hazard("registered", "memory is deregistered while a transfer of " + found->name +
+                                              " may still use it: " + emulator::describe(Call::site()));
+  }
+  found->registered.erase(at);
+  return Result::success;
 }
 
 void Communicators::check_registrations(Range range) const {
   for (const auto& [handle, communicator] : all_) {
     for (const auto& [registration, registered] : communicator->registered) {
-      if (!registered.overlaps(range)) continue;
+      if (!registered.range.overlaps(range)) continue;
       engine().reports.hazard("registered", "memory is freed while it is registered with " + communicator->name + ": " +
                                                 emulator::describe(Call::site()));
     }

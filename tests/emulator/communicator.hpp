@@ -24,8 +24,14 @@ namespace pypipe::emulator {
 
 enum class Life { connecting, alive, finalizing, finalized, dead };
 
+// Of ncclCommRegister.
+struct Registration {
+  Range range;
+  std::vector<Epoch> uses;  // the ends of transfers of this memory, of each stream the latest
+};
+
 struct Communicator {
-  // Whether an operation has no hope, or no need, to go on.
+  // Its kernels end at once, those that are still in a stream when they get there.
   [[nodiscard]] bool aborted() const noexcept { return life == Life::dead; }
   // The peer's end is gone, and this library would notice.
   [[nodiscard]] bool lost() const noexcept { return peer_gone && engine().knobs.death_is_told; }
@@ -33,9 +39,12 @@ struct Communicator {
     return size == 1 || !lazy || (sends ? used_send && peer_receives : used_receive && peer_sends);
   }
   void fail(nccl::Result result, const std::string& why);
+  // The registration that holds all of the range, or null.
+  [[nodiscard]] Registration* registration_of(Range range);
 
   nccl::CommunicatorHandle handle = nullptr;
   std::string name;
+  int version = 0;  // of the library
   int rank = 0;
   int size = 1;
   bool blocking = true;
@@ -71,7 +80,7 @@ struct Communicator {
   bool peer_gone = false;  // with or without
 
   std::set<Buffer*> buffers;  // of its operations that are not done
-  std::map<void*, Range> registered;
+  std::map<void*, Registration> registered;
   Wire wire;
   Fd listener;  // while connecting
 };
@@ -103,7 +112,8 @@ class Communicators {
                               int version);
   static void read(const std::shared_ptr<Communicator>& from);
   static nccl::Result wind_up(Lock& lock, const std::shared_ptr<Communicator>& of);
-  void bury(Lock& lock, const std::shared_ptr<Communicator>& of);
+  static void end(Communicator& of);
+  nccl::Result reclaim(Lock& lock, const std::shared_ptr<Communicator>& of);
 
   std::map<nccl::CommunicatorHandle, std::shared_ptr<Communicator>> all_;
   std::uint64_t handles_ = 0;

@@ -73,7 +73,7 @@ void announce(Lock& lock, const std::vector<Member>& members) {
       if (used || on.size == 1 || !uses(member, sends)) continue;
       used = true;
       lock.unlock();
-      on.wire.write({FrameKind::edge, 0, 0, sends, {}, {}});
+      on.wire.write({FrameKind::edge, 0, 0, sends, false, {}, {}});
       lock.lock();
     }
   }

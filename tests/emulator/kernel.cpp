@@ -43,6 +43,7 @@ Kernel::Kernel(std::shared_ptr<Communicator> communicator, std::vector<std::uniq
       transfers_(std::move(transfers)),
       turn_(communicator_->launched++) {
   for (const auto& transfer : transfers_) {
+    transfer->registered = communicator_->registration_of(transfer->buffer.access.range) != nullptr;
     if (transfer->peer == communicator_->rank) continue;
     transfer->index = transfer->sends() ? communicator_->sends++ : communicator_->receives++;
   }
@@ -60,13 +61,13 @@ void Kernel::run(Stream& stream, Lock& lock) {
   const auto aborted = [&] { return on.aborted(); };
   stream.wait(
       lock, on.changed, [&] { return "its turn on " + on.name + ", which still has to run what came before"; },
-      [&] { return aborted() || on.finished == turn_; });
+      [&] { return on.finished == turn_; });
   if (on.ordered) await_launch(stream, lock);
-  const bool placed = !aborted() && take_place(stream, lock, aborted);
+  take_place(stream, lock);
   const bool serial = engine().knobs.driver < 12030;
   if (!serial) launched();
   engine().streams.leave_connection(*this);
-  if (placed) {
+  if (!aborted()) {
     on.running = describe();
     start(stream, lock);
     while (!aborted() && !all_done()) {
@@ -76,8 +77,8 @@ void Kernel::run(Stream& stream, Lock& lock) {
       }
     }
     finish(stream);
-    give_place();
   }
+  give_place();
   if (serial) launched();
   on.finished = turn_ + 1;
   on.changed.notify_all();
@@ -92,7 +93,7 @@ void Kernel::await_launch(Stream& stream, Lock& lock) {
         return "kernel #" + std::to_string(launches.begin()->first) + " of " + launches.begin()->second->name +
                ", which comes before it in the launch order";
       },
-      [&] { return communicator_->aborted() || launches.empty() || launches.begin()->first >= sequence; });
+      [&] { return launches.empty() || launches.begin()->first >= sequence; });
 }
 
 void Kernel::launched() {
@@ -123,7 +124,7 @@ void Kernel::start(Stream& stream, Lock& lock) {
     if (transfer->sends() || transfer->done) continue;
     if (engine().knobs.scribble) std::memset(transfer->buffer.data, poison, transfer->buffer.bytes);
     if (transfer->stuck) continue;
-    const Frame ready{FrameKind::ready, transfer->index, transfer->buffer.bytes, false, {}, {}};
+    const Frame ready{FrameKind::ready, transfer->index, transfer->buffer.bytes, false, false, {}, {}};
     lock.unlock();
     communicator_->wire.write(ready);
     lock.lock();
@@ -144,6 +145,7 @@ void Kernel::start_self(Lock& lock) {
       sends[i]->stuck = true;
       continue;
     }
+    compare_registrations(*receives[i], sends[i]->registered);
     Buffer& to = receives[i]->buffer;
     Buffer& from = sends[i]->buffer;
     to.copying = from.copying = true;
@@ -162,6 +164,7 @@ void Kernel::finish(Stream& stream) {
     std::memset(transfer->buffer.data, poison, transfer->buffer.bytes);  // aborted in the middle
   }
   stream.clock.join(gained_);
+  note_uses(stream);
   communicator_->clock.join(stream.clock);
   communicator_->running.clear();
 }
@@ -215,7 +218,7 @@ void Kernel::send(Transfer& transfer, Lock& lock) {
     on.ready.erase(ready);
   }
   Buffer& from = transfer.buffer;
-  Frame frame{FrameKind::data, transfer.index, from.bytes, stages, transfer.clock, {}};
+  Frame frame{FrameKind::data, transfer.index, from.bytes, stages, transfer.registered, transfer.clock, {}};
   from.copying = true;
   lock.unlock();
   on.wire.write(frame, from.data, from.bytes);
@@ -237,15 +240,35 @@ void Kernel::receive(Transfer& transfer, Lock& lock) {
     mismatch(transfer, message.bytes, lock);
     return;
   }
+  compare_registrations(transfer, message.registered);
   Buffer& to = transfer.buffer;
   to.copying = true;
   lock.unlock();
   if (to.bytes != 0) std::memcpy(to.data, message.payload.data(), to.bytes);
-  if (message.flag) on.wire.write({FrameKind::taken, transfer.index, message.bytes, false, {}, {}});
+  if (message.flag) on.wire.write({FrameKind::taken, transfer.index, message.bytes, false, false, {}, {}});
   lock.lock();
   engine().memory.copied(to);
   gained_.join(message.clock);
   transfer.done = true;
+}
+
+// "If one rank passes registered memory all must, otherwise the behaviour is undefined" (documentation of
+// ncclCommRegister, 2.19). Over a network the receiver then posts one receive for the whole, where the sender sends
+// chunks (src/transport/net.cc).
+void Kernel::compare_registrations(const Transfer& receive, bool sent_from_registered) const {
+  if (receive.registered == sent_from_registered || receive.buffer.bytes == 0) return;
+  engine().reports.hazard("registered", "registered memory at one end only, the " +
+                                            std::string(receive.registered ? "receiving" : "sending") + " one, on " +
+                                            communicator_->name + ": " + emulator::describe(receive.buffer.access));
+}
+
+void Kernel::note_uses(const Stream& stream) {
+  for (const auto& transfer : transfers_) {
+    Registration* const registration = communicator_->registration_of(transfer->buffer.access.range);
+    if (registration == nullptr) continue;
+    std::erase_if(registration->uses, [&](Epoch use) { return use.actor == stream.actor; });
+    registration->uses.push_back({stream.actor, stream.clock.of(stream.actor)});
+  }
 }
 
 // The real library hangs or writes nonsense. This one says what is wrong, and hangs until an abort.
@@ -257,7 +280,7 @@ void Kernel::mismatch(Transfer& transfer, std::uint64_t peers, Lock& lock) {
   transfer.stuck = true;
   communicator_->fail(nccl::Result::internal_error, text);
   lock.unlock();
-  communicator_->wire.write({FrameKind::fault, 0, 0, false, {}, {}});
+  communicator_->wire.write({FrameKind::fault, 0, 0, false, false, {}, {}});
   lock.lock();
 }
 

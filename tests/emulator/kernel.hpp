@@ -27,6 +27,7 @@ struct Transfer {
   Injected fault = Injected::none;
   std::uint64_t index = 0;  // among the sends, or receives, of the communicator; given at launch
   Clock clock;              // of a send: what its receive is ordered after
+  bool registered = false;  // its memory, when it was launched
   bool done = false;
   bool stuck = false;  // will never end
 };
@@ -51,6 +52,8 @@ class Kernel final : public Operation {
   void move(Transfer& transfer, Lock& lock);
   void send(Transfer& transfer, Lock& lock);
   void receive(Transfer& transfer, Lock& lock);
+  void compare_registrations(const Transfer& receive, bool sent_from_registered) const;
+  void note_uses(const Stream& stream);
   void mismatch(Transfer& transfer, std::uint64_t peers, Lock& lock);
 
   std::shared_ptr<Communicator> communicator_;

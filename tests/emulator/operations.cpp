@@ -30,6 +30,15 @@ void happen(Stream& stream, Access& access) {
   engine().checker.access(access, stream.clock);
 }
 
+void take_place(Stream& stream, Lock& lock) {
+  Engine& all = engine();
+  stream.wait(
+      lock, all.resident_changed,
+      [&] { return "a place on the device, all of whose " + std::to_string(all.resident) + " are taken"; },
+      [&] { return all.resident < all.knobs.resident; });
+  ++all.resident;
+}
+
 void give_place() {
   --engine().resident;
   engine().resident_changed.notify_all();
@@ -73,7 +82,7 @@ LaunchOperation::LaunchOperation(const char* called, void (*function)(void*), vo
 void LaunchOperation::run(Stream& stream, Lock& lock) {
   Engine& all = engine();
   if (function_ != nullptr) {
-    take_place(stream, lock, [] { return false; });
+    take_place(stream, lock);
     all.streams.leave_connection(*this);
   }
   for (Access& access : accesses_) {

@@ -137,18 +137,8 @@ class Streams {
 // An access that an operation makes now.
 void happen(Stream& stream, Access& access);
 
-// A place on the device, which holds knobs.resident operations at once. Without one when `given_up` holds.
-template <class GivenUp>
-bool take_place(Stream& stream, Lock& lock, GivenUp given_up) {
-  Engine& all = engine();
-  stream.wait(
-      lock, all.resident_changed,
-      [&] { return "a place on the device, all of whose " + std::to_string(all.resident) + " are taken"; },
-      [&] { return given_up() || all.resident < all.knobs.resident; });
-  if (given_up()) return false;
-  ++all.resident;
-  return true;
-}
+// A place on the device, which holds knobs.resident operations at once.
+void take_place(Stream& stream, Lock& lock);
 void give_place();
 
 // Memory that one operation moves to other memory.

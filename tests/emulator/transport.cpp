@@ -138,7 +138,7 @@ void serve(const Fd& listener) {
 void Wire::write(const Frame& frame, const std::byte* payload, std::size_t bytes) {
   Header header;
   header.kind = static_cast<std::uint32_t>(frame.kind);
-  header.flag = frame.flag ? 1 : 0;
+  header.flag = (frame.flag ? 1U : 0U) | (frame.registered ? 2U : 0U);
   header.index = frame.index;
   header.bytes = frame.bytes;
   header.clock = frame.clock.entries().size();
@@ -154,7 +154,8 @@ bool Wire::read(Frame& frame) {
   Header header;
   if (!read_all(socket_.get(), &header, sizeof header)) return false;
   frame.kind = static_cast<FrameKind>(header.kind);
-  frame.flag = header.flag != 0;
+  frame.flag = (header.flag & 1U) != 0;
+  frame.registered = (header.flag & 2U) != 0;
   frame.index = header.index;
   frame.bytes = header.bytes;
   std::vector<Clock::Entry> entries(header.clock);

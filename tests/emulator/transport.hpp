@@ -33,7 +33,8 @@ struct Frame {
   FrameKind kind = FrameKind::edge;
   std::uint64_t index = 0;
   std::uint64_t bytes = 0;
-  bool flag = false;  // edge: sends. data: it was staged
+  bool flag = false;        // edge: sends. data: it was staged
+  bool registered = false;  // data: it is sent from registered memory
   Clock clock;
   std::vector<std::byte> payload;
 };

@@ -104,6 +104,37 @@ void abandoned() {
   check(hazards() == 0, "something legal was reported");
 }
 
+// A call that waits for the peer returns an error when its communicator is aborted; and nothing but an abort ends what
+// has failed.
+void interrupted(Rank& rank) {
+  Stream wire("wire");
+  const DeviceMemory memory(100);
+  Communicator link(rank, "link", true);
+  Communicator other(rank, "other", true);
+  if (rank.number == 0) {
+    std::atomic<bool> calls{false};
+    std::thread sender([&] {
+      calls = true;
+      group_start();
+      link.send(memory, wire);
+      other.send(memory, wire);
+      check(ncclGroupEnd() == nccl::Result::internal_error, "a call on an aborted communicator succeeded");
+    });
+    while (!calls) std::this_thread::yield();
+    std::this_thread::sleep_for(milliseconds(5));
+    link.abort();
+    sender.join();
+    check(wire.finish(), "an aborted call left something in the stream");
+    check(hazards() == 0, "something legal was reported");
+    check(ncclCommDestroy(other.handle) == nccl::Result::internal_error, "a communicator that failed was destroyed");
+    expect_usage("only ncclCommAbort can end it");
+    other.abort();
+  }
+  rank.barrier();
+  if (rank.number == 1) abort_all({&link, &other});
+  check(hazards() == 0, "something legal was reported");
+}
+
 }  // namespace
 }  // namespace pypipe::test
 
@@ -120,8 +151,10 @@ int main(int argc, char** argv) {
     mixed();
   } else if (what == "abandoned") {
     abandoned();
+  } else if (what == "interrupted") {
+    run_pair(interrupted);
   } else {
-    std::fprintf(stderr, "usage: groups creation_blocking|creation_nonblocking|failure|mixed|abandoned\n");
+    std::fprintf(stderr, "usage: groups creation_blocking|creation_nonblocking|failure|mixed|abandoned|interrupted\n");
     return 2;
   }
   return 0;

@@ -172,6 +172,12 @@ void Communicator::abort() {
   handle = nullptr;
 }
 
+void abort_all(const std::vector<Communicator*>& communicators) {
+  group_start();
+  for (Communicator* communicator : communicators) communicator->abort();
+  CALL(ncclGroupEnd());
+}
+
 void group_start() { CALL(ncclGroupStart()); }
 
 void group_end(const std::vector<Communicator*>& communicators) {

@@ -112,6 +112,8 @@ class Communicator {
 };
 
 void group_start();
+// Aborts them as a group, since each may wait for kernels that wait for another's.
+void abort_all(const std::vector<Communicator*>& communicators);
 // Ends the group and settles the communicators that were in it.
 void group_end(const std::vector<Communicator*>& communicators);
 

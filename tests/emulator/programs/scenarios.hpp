@@ -22,6 +22,12 @@ void a_freed_tensor(Rank& rank, bool planted);
 void host_writes_a_buffer_being_sent(Rank& rank, bool planted);
 void an_order_through_the_peer(Rank& rank, bool planted);
 
+// scenarios_end.cpp
+void aborts_one_by_one(Rank& rank, bool planted);
+void aborts_of_an_old_release(Rank& rank, bool planted);
+void registered_at_one_end(Rank& rank, bool planted);
+void deregistered_in_use(Rank& rank, bool planted);
+
 // scenarios_order.cpp
 void crossed_order_above_the_staging(Rank& rank, bool planted);
 void crossed_order_below_the_staging(Rank& rank, bool planted);
@@ -51,6 +57,10 @@ inline const std::vector<Scenario>& scenarios() {
       {"one_resident_operation", "hang", one_resident_operation},
       {"one_hardware_queue", "hang", one_hardware_queue},
       {"connections_in_different_orders", "hang", connections_in_different_orders},
+      {"aborts_one_by_one", "hang", aborts_one_by_one},
+      {"aborts_of_an_old_release", "hang", aborts_of_an_old_release},
+      {"registered_at_one_end", "registered", registered_at_one_end},
+      {"deregistered_in_use", "registered", deregistered_in_use},
       {"creations_in_different_orders", "hang", creations_in_different_orders},
       {"an_event_recorded_in_progress", "in_progress", an_event_recorded_in_progress},
       {"a_launch_order_that_contradicts_the_data", "hang", a_launch_order_that_contradicts_the_data},

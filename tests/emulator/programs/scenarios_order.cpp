@@ -28,7 +28,7 @@ void finish(Rank& rank, bool planted, const std::vector<Stream*>& streams,
   if (!planted) check(done, "the correct order hangs");
   rank.barrier();
   if (done) return;
-  for (Communicator* communicator : communicators) communicator->abort();
+  abort_all(communicators);
 }
 
 // Both ranks send first; the correct twin of rank 1 receives first.
