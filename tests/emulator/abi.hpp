@@ -28,5 +28,8 @@ PYPIPE_NCCL_SYMBOLS(PYPIPE_DECLARE)
 PYPIPE_NCCL_OPTIONAL_SYMBOLS(PYPIPE_DECLARE)
 PYPIPE_NCCL_TEXT_SYMBOLS(PYPIPE_DECLARE)
 #undef PYPIPE_DECLARE
+// What host programs call, and torch, but the product does not.
+pypipe::cuda::Result cuDeviceGetAttribute(int* value, int attribute, pypipe::cuda::Device device);
+pypipe::cuda::Result cuCtxSynchronize();
 }
 #pragma GCC visibility pop

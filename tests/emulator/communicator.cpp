@@ -104,6 +104,7 @@ Result Communicators::create(Lock& lock, nccl::CommunicatorHandle* handle, int s
   made->handle = reinterpret_cast<nccl::CommunicatorHandle>(0x4300000000000000U + ++handles_ * 16);
   made->name = name_of(config, handles_) + " (rank " + std::to_string(rank) + ")";
   made->version = version;
+  made->device = Contexts::device();  // the current one's (src/init.cc: ncclCommInitRankConfig)
   made->rank = rank;
   made->size = size;
   made->blocking = config == nullptr || config->blocking != 0;

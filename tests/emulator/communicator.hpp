@@ -45,6 +45,7 @@ struct Communicator {
   nccl::CommunicatorHandle handle = nullptr;
   std::string name;
   int version = 0;  // of the library
+  int device = 0;
   int rank = 0;
   int size = 1;
   bool blocking = true;

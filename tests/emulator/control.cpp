@@ -14,7 +14,7 @@ namespace {
 
 cuda::StreamHandle handle_of(void* stream) { return static_cast<cuda::StreamHandle>(stream); }
 
-void announce(const void* data, std::size_t bytes, void* stream, const char* name, bool write) {
+void announce(Lock& lock, const void* data, std::size_t bytes, void* stream, const char* name, bool write) {
   const char* known = engine().intern(name == nullptr ? "compute" : name);
   if (Streams::is_host(handle_of(stream))) {
     engine().host_access(data, bytes, write, known);
@@ -22,6 +22,7 @@ void announce(const void* data, std::size_t bytes, void* stream, const char* nam
   }
   const auto target = engine().streams.find(handle_of(stream));
   if (!target) return;
+  engine().streams.load(lock, target->device, known);
   Access access;
   access.range = range_of(data, bytes);
   access.write = write;
@@ -111,12 +112,12 @@ void pypipe_emulator_name_stream(void* stream, const char* name) {
 
 void pypipe_emulator_reads(const void* data, size_t bytes, void* stream, const char* name) {
   PYPIPE_EMULATOR_ENTER();
-  announce(data, bytes, stream, name, false);
+  announce(lock, data, bytes, stream, name, false);
 }
 
 void pypipe_emulator_writes(void* data, size_t bytes, void* stream, const char* name) {
   PYPIPE_EMULATOR_ENTER();
-  announce(data, bytes, stream, name, true);
+  announce(lock, data, bytes, stream, name, true);
 }
 
 void pypipe_emulator_allocated(const void* data, size_t bytes) {
@@ -132,7 +133,7 @@ void pypipe_emulator_freed(void* data, size_t bytes) {
 void pypipe_emulator_recycled(void* data, size_t bytes, void* stream) {
   PYPIPE_EMULATOR_ENTER();
   engine().memory.take_from_pending(lock, range_of(data, bytes));
-  announce(data, bytes, stream, "later use of freed memory", true);
+  announce(lock, data, bytes, stream, "later use of freed memory", true);
   std::memset(data, poison, bytes);
 }
 
@@ -147,6 +148,12 @@ void pypipe_emulator_launch(void* stream, const char* name, void (*run)(void*), 
     accesses[i].write = ranges[i].write != 0;
   }
   const char* known = engine().intern(name == nullptr ? "kernel" : name);
+  if (!Contexts::checked() || Contexts::device() != target->device) {
+    engine().reports.hazard("context", std::string(known) + " is launched on " + target->name + " of device " +
+                                           std::to_string(target->device) + ", which is not the current one");
+    return;
+  }
+  engine().streams.load(lock, target->device, known);
   Streams::append(*target, std::make_unique<LaunchOperation>(known, run, argument, std::move(accesses)));
 }
 

@@ -21,6 +21,10 @@
 //   driver       13000   what cuDriverGetVersion answers; below 12030, an implicit launch order is a serial one
 //   threads      together  one clock for all host threads: what one has waited for, all have; or separate: each knows
 //                        only what it waited for itself (stricter, but locks between threads then look like mistakes)
+//   lazy_loading 0       1: the first launch of each kind of kernel waits for the whole device, as lazy module loading does
+//   context      main    the process's first thread starts with device 0's primary context current; none: it does not
+//   devices      1       devices of this process, 8 at most
+//   multiprocessors  132 what cuDeviceGetAttribute says of them
 //   fault        (none)  faults to inject, separated by commas; see pypipe_emulator_fault
 //
 // NCCL's own NCCL_LAUNCH_ORDER_IMPLICIT=1 is understood (from version 22600 on; from 23100 the communicator's
@@ -61,14 +65,16 @@ uint64_t pypipe_emulator_operations(void);
 //   in_progress  an event recorded on, or a synchronization with, a stream that an unfinished call will still use
 //   size         a send and its receive disagree about the size
 //   usage        a call that the real library refuses or leaves undefined
-//   registered   memory freed, or a communicator destroyed, while a buffer is still registered
+//   registered   memory freed, or a communicator destroyed, while a buffer is still registered; memory deregistered
+//                while a transfer may use it; a transfer with registered memory at one end only
+//   context      a call without a current context, or with things of different devices
 //   hang         nothing moves
 uint64_t pypipe_emulator_hazards(const char* kind);
 
 // The text of the latest report; returns its length. Writes at most `bytes` with the terminating zero.
 size_t pypipe_emulator_last_report(char* text, size_t bytes);
 
-// Calls that made the host wait for the device: cuStreamSynchronize, cuEventSynchronize, cuMemFree, and
+// Calls that made the host wait for the device: cuStreamSynchronize, cuEventSynchronize, cuCtxSynchronize, cuMemFree, and
 // ncclCommFinalize or ncclCommDestroy with operations pending. A wait of stream 0 for an event is not one: there it
 // is the device's compute that waits.
 uint64_t pypipe_emulator_host_synchronizations(void);

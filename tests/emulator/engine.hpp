@@ -20,6 +20,7 @@
 #include "access.hpp"
 #include "checker.hpp"
 #include "clock.hpp"
+#include "contexts.hpp"
 #include "faults.hpp"
 #include "knobs.hpp"
 #include "memory.hpp"
@@ -90,10 +91,8 @@ class Engine {
   Communicators& communicators;
   std::list<HostWait> host_waits;
 
-  std::uint64_t resident = 0;  // places on the device that are taken
-  // Kernels of communicators with an implicit launch order that have not started (or, serially, ended), by sequence.
-  std::map<std::uint64_t, const Communicator*> launches;
-  std::condition_variable resident_changed;  // rung when either of them shrinks
+  Contexts contexts;
+  std::condition_variable resident_changed;  // rung when a device's `resident` or `launches` shrinks
   std::uint64_t progress = 0;                // completed operations, arrived frames, ended waits
   std::uint64_t completed = 0;
   std::uint64_t synchronizations = 0;

@@ -16,9 +16,19 @@ constexpr auto out_of_memory = static_cast<cuda::Result>(2);
 constexpr auto invalid_device = static_cast<cuda::Result>(101);
 constexpr auto invalid_handle = static_cast<cuda::Result>(400);
 
-thread_local cuda::Context current_context = nullptr;
+constexpr auto invalid_context = static_cast<cuda::Result>(201);
+constexpr int multiprocessor_count = 16;  // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 
-cuda::Context primary() { return reinterpret_cast<cuda::Context>(0x4400000000000010U); }
+// As PYPIPE_EMULATOR_ENTER, of what needs a current context.
+#define PYPIPE_EMULATOR_ENTER_CONTEXT() \
+  PYPIPE_EMULATOR_ENTER();              \
+  if (!Contexts::checked()) return invalid_context
+
+bool is_device(cuda::Device device) {
+  return device >= 0 && device < static_cast<cuda::Device>(engine().knobs.devices);
+}
+
+Device& device_at(cuda::Device device) { return engine().contexts.devices.at(static_cast<std::size_t>(device)); }
 
 void* memory_at(cuda::Pointer pointer) { return reinterpret_cast<void*>(static_cast<std::uintptr_t>(pointer)); }
 
@@ -36,6 +46,9 @@ cuda::Result text_of(cuda::Result result, const char** text, bool name) {
       return cuda::Result::success;
     case 101:
       *text = name ? "CUDA_ERROR_INVALID_DEVICE" : "invalid device ordinal";
+      return cuda::Result::success;
+    case 201:
+      *text = name ? "CUDA_ERROR_INVALID_CONTEXT" : "invalid device context";
       return cuda::Result::success;
     case 400:
       *text = name ? "CUDA_ERROR_INVALID_HANDLE" : "invalid resource handle";
@@ -68,47 +81,78 @@ cuda::Result cuGetErrorString(cuda::Result result, const char** text) { return t
 
 cuda::Result cuDeviceGetCount(int* count) {
   if (count == nullptr) return invalid_value;
-  *count = 1;
+  PYPIPE_EMULATOR_ENTER();
+  *count = static_cast<int>(engine().knobs.devices);
   return cuda::Result::success;
 }
 
 cuda::Result cuDeviceGet(cuda::Device* device, int ordinal) {
-  if (device == nullptr || ordinal != 0) return invalid_device;
-  *device = 0;
+  PYPIPE_EMULATOR_ENTER();
+  if (device == nullptr || !is_device(ordinal)) return invalid_device;
+  *device = ordinal;
   return cuda::Result::success;
 }
 
 cuda::Result cuDeviceGetName(char* name, int bytes, cuda::Device device) {
-  if (name == nullptr || bytes <= 0 || device != 0) return invalid_value;
+  PYPIPE_EMULATOR_ENTER();
+  if (name == nullptr || bytes <= 0 || !is_device(device)) return invalid_value;
   constexpr const char* text = "pypipe emulator (CPU)";
   std::strncpy(name, text, static_cast<std::size_t>(bytes) - 1);
   name[bytes - 1] = 0;
   return cuda::Result::success;
 }
 
+cuda::Result cuDeviceGetAttribute(int* value, int attribute, cuda::Device device) {
+  PYPIPE_EMULATOR_ENTER();
+  if (value == nullptr || attribute != multiprocessor_count) return invalid_value;
+  if (!is_device(device)) return invalid_device;
+  *value = static_cast<int>(engine().knobs.multiprocessors);
+  return cuda::Result::success;
+}
+
 cuda::Result cuDevicePrimaryCtxRetain(cuda::Context* context, cuda::Device device) {
-  if (context == nullptr || device != 0) return invalid_value;
-  *context = primary();
+  PYPIPE_EMULATOR_ENTER();
+  if (context == nullptr || !is_device(device)) return invalid_value;
+  ++device_at(device).retained;
+  *context = Contexts::primary(device);
   return cuda::Result::success;
 }
 
 cuda::Result cuDevicePrimaryCtxRelease_v2(cuda::Device device) {
-  return device == 0 ? cuda::Result::success : invalid_device;
+  PYPIPE_EMULATOR_ENTER();
+  if (!is_device(device)) return invalid_device;
+  if (device_at(device).retained == 0) {
+    engine().reports.hazard("context",
+                            "a primary context is released more often than retained: " + describe(Call::site()));
+    return invalid_context;
+  }
+  --device_at(device).retained;
+  return cuda::Result::success;
 }
 
 cuda::Result cuCtxGetCurrent(cuda::Context* context) {
   if (context == nullptr) return invalid_value;
-  *context = current_context;
+  PYPIPE_EMULATOR_ENTER();
+  *context = Contexts::current();
   return cuda::Result::success;
 }
 
 cuda::Result cuCtxSetCurrent(cuda::Context context) {
-  if (context != nullptr && context != primary()) return invalid_value;
-  current_context = context;
+  PYPIPE_EMULATOR_ENTER();
+  if (context != nullptr && !is_device(Contexts::device_of(context))) return invalid_value;
+  Contexts::set_current(context);
+  return cuda::Result::success;
+}
+
+cuda::Result cuCtxSynchronize() {
+  PYPIPE_EMULATOR_ENTER_CONTEXT();
+  ++engine().synchronizations;
+  engine().streams.synchronize_device(lock, Contexts::device(), true);
   return cuda::Result::success;
 }
 
 cuda::Result cuCtxGetStreamPriorityRange(int* least, int* greatest) {
+  PYPIPE_EMULATOR_ENTER_CONTEXT();
   if (least != nullptr) *least = 0;
   if (greatest != nullptr) *greatest = -5;
   return cuda::Result::success;
@@ -116,19 +160,19 @@ cuda::Result cuCtxGetStreamPriorityRange(int* least, int* greatest) {
 
 cuda::Result cuStreamCreateWithPriority(cuda::StreamHandle* stream, unsigned flags, int /*priority*/) {
   if (stream == nullptr || flags > cuda::stream_non_blocking) return invalid_value;
-  PYPIPE_EMULATOR_ENTER();
+  PYPIPE_EMULATOR_ENTER_CONTEXT();
   *stream = engine().streams.create();
   return cuda::Result::success;
 }
 
 cuda::Result cuStreamDestroy_v2(cuda::StreamHandle stream) {
-  PYPIPE_EMULATOR_ENTER();
+  PYPIPE_EMULATOR_ENTER_CONTEXT();
   return engine().streams.destroy(stream) ? cuda::Result::success : invalid_handle;
 }
 
 cuda::Result cuStreamQuery(cuda::StreamHandle handle) {
+  PYPIPE_EMULATOR_ENTER_CONTEXT();
   if (Streams::is_host(handle)) return cuda::Result::success;
-  PYPIPE_EMULATOR_ENTER();
   const auto stream = engine().streams.find(handle);
   if (!stream) return invalid_handle;
   if (stream->completed != stream->issued) return cuda::Result::not_ready;
@@ -137,7 +181,7 @@ cuda::Result cuStreamQuery(cuda::StreamHandle handle) {
 }
 
 cuda::Result cuStreamSynchronize(cuda::StreamHandle handle) {
-  PYPIPE_EMULATOR_ENTER();
+  PYPIPE_EMULATOR_ENTER_CONTEXT();
   ++engine().synchronizations;
   if (Streams::is_host(handle)) return cuda::Result::success;
   const auto stream = engine().streams.find(handle);
@@ -149,7 +193,7 @@ cuda::Result cuStreamSynchronize(cuda::StreamHandle handle) {
 
 cuda::Result cuStreamWaitEvent(cuda::StreamHandle handle, cuda::EventHandle event, unsigned flags) {
   if (flags > 1) return invalid_value;
-  PYPIPE_EMULATOR_ENTER();
+  PYPIPE_EMULATOR_ENTER_CONTEXT();
   const auto what = engine().streams.find_event(event);
   if (!what) return invalid_handle;
   const std::shared_ptr<Record> record = what->latest;
@@ -167,18 +211,18 @@ cuda::Result cuStreamWaitEvent(cuda::StreamHandle handle, cuda::EventHandle even
 
 cuda::Result cuEventCreate(cuda::EventHandle* event, unsigned /*flags*/) {
   if (event == nullptr) return invalid_value;
-  PYPIPE_EMULATOR_ENTER();
+  PYPIPE_EMULATOR_ENTER_CONTEXT();
   *event = engine().streams.create_event();
   return cuda::Result::success;
 }
 
 cuda::Result cuEventDestroy_v2(cuda::EventHandle event) {
-  PYPIPE_EMULATOR_ENTER();
+  PYPIPE_EMULATOR_ENTER_CONTEXT();
   return engine().streams.destroy_event(event) ? cuda::Result::success : invalid_handle;
 }
 
 cuda::Result cuEventRecord(cuda::EventHandle event, cuda::StreamHandle handle) {
-  PYPIPE_EMULATOR_ENTER();
+  PYPIPE_EMULATOR_ENTER_CONTEXT();
   const auto what = engine().streams.find_event(event);
   if (!what) return invalid_handle;
   if (Streams::is_host(handle)) {
@@ -187,13 +231,19 @@ cuda::Result cuEventRecord(cuda::EventHandle event, cuda::StreamHandle handle) {
   }
   const auto stream = engine().streams.find(handle);
   if (!stream) return invalid_handle;
+  if (stream->device != what->device) {
+    engine().reports.hazard("context", "an event of device " + std::to_string(what->device) + " is recorded on " +
+                                           stream->name + " of device " + std::to_string(stream->device) + ": " +
+                                           describe(Call::site()));
+    return invalid_handle;
+  }
   Streams::note_deferred(*stream);
   what->latest = Streams::record(*stream, Issue::now());
   return cuda::Result::success;
 }
 
 cuda::Result cuEventQuery(cuda::EventHandle event) {
-  PYPIPE_EMULATOR_ENTER();
+  PYPIPE_EMULATOR_ENTER_CONTEXT();
   const auto what = engine().streams.find_event(event);
   if (!what) return invalid_handle;
   if (!what->latest) return cuda::Result::success;
@@ -203,7 +253,7 @@ cuda::Result cuEventQuery(cuda::EventHandle event) {
 }
 
 cuda::Result cuEventSynchronize(cuda::EventHandle event) {
-  PYPIPE_EMULATOR_ENTER();
+  PYPIPE_EMULATOR_ENTER_CONTEXT();
   ++engine().synchronizations;
   const auto what = engine().streams.find_event(event);
   if (!what) return invalid_handle;
@@ -216,14 +266,14 @@ cuda::Result cuEventSynchronize(cuda::EventHandle event) {
 
 cuda::Result cuMemAlloc_v2(cuda::Pointer* pointer, std::size_t bytes) {
   if (pointer == nullptr || bytes == 0) return invalid_value;
-  PYPIPE_EMULATOR_ENTER();
+  PYPIPE_EMULATOR_ENTER_CONTEXT();
   void* data = engine().memory.allocate(bytes);
   *pointer = reinterpret_cast<std::uintptr_t>(data);
   return data == nullptr ? out_of_memory : cuda::Result::success;
 }
 
 cuda::Result cuMemFree_v2(cuda::Pointer pointer) {
-  PYPIPE_EMULATOR_ENTER();
+  PYPIPE_EMULATOR_ENTER_CONTEXT();
   ++engine().synchronizations;
   if (engine().memory.free(lock, memory_at(pointer))) return cuda::Result::success;
   engine().reports.hazard("usage", "no such allocation: " + describe(Call::site()));
@@ -231,7 +281,7 @@ cuda::Result cuMemFree_v2(cuda::Pointer pointer) {
 }
 
 cuda::Result cuMemcpyAsync(cuda::Pointer target, cuda::Pointer source, std::size_t bytes, cuda::StreamHandle handle) {
-  PYPIPE_EMULATOR_ENTER();
+  PYPIPE_EMULATOR_ENTER_CONTEXT();
   if (Streams::is_host(handle)) {
     engine().host_access(memory_at(source), bytes, false, "copy");
     engine().host_access(memory_at(target), bytes, true, "copy");

@@ -79,24 +79,6 @@ void announce(Lock& lock, const std::vector<Member>& members) {
   }
 }
 
-// Where one can't be connected, the others' connections are given up too.
-Result connect(Lock& lock, const std::vector<Member>& members) {
-  announce(lock, members);
-  Result result = Result::success;
-  for (const Member& member : members) {
-    Communicator& on = *member.communicator;
-    const Result before = on.state;
-    const auto broken = [&] { return on.aborted() || on.state != before; };
-    engine().host_wait(lock, on.changed, "the peer's first use of an edge of " + on.name,
-                       [&] { return result != Result::success || broken() || connected(member); });
-    if (result == Result::success && broken()) result = on.aborted() ? Result::internal_error : on.state;
-    if (result != Result::success && !broken() && !connected(member)) {
-      on.fail(Result::internal_error, "another communicator of its group could not be connected");
-    }
-  }
-  return result;
-}
-
 void launch(Member& member, const Issue& issue) {
   Stream& first = *member.streams.front();
   for (const auto& other : member.streams) {
@@ -115,6 +97,12 @@ void count_deferred(const std::vector<Member>& members, int change) {
     member.communicator->deferred += change;
     for (const auto& stream : member.streams) stream->deferred += change;
   }
+}
+
+Result foreign(const std::string& what, const Communicator& on) {
+  engine().reports.hazard("context", what + ", and " + on.name + " is on device " + std::to_string(on.device) + ": " +
+                                         emulator::describe(Call::site()));
+  return Result::unhandled_cuda_error;
 }
 
 Result check(const std::vector<Member>& members) {
@@ -166,6 +154,26 @@ Result run_jobs(Lock& lock, const std::vector<Job>& jobs) {
   engine().host_wait(lock, shared->changed, "all that its group creates, finalizes or ends",
                      [&] { return shared->left == 0; });
   return shared->result;
+}
+
+// The first uses of edges are jobs too (src/group.cc: ncclP2PPreconnectFunc).
+Result connect(Lock& lock, const std::vector<Member>& members) {
+  announce(lock, members);
+  std::vector<Job> jobs;
+  for (const Member& member : members) {
+    if (connected(member)) continue;
+    Communicator& on = *member.communicator;
+    const auto wait = [&on, &member, before = on.state](Lock& own) {
+      const auto broken = [&] { return on.aborted() || on.state != before; };
+      engine().host_wait(own, on.changed, "the peer's first use of an edge of " + on.name,
+                         [&] { return broken() || connected(member); });
+      if (!broken()) return Result::success;
+      return on.aborted() ? Result::internal_error : on.state;
+    };
+    jobs.push_back({member.communicator, false, wait,
+                    [&on] { on.fail(Result::internal_error, "another of its group could not be connected"); }});
+  }
+  return run_jobs(lock, jobs);
 }
 
 // The failure of one is the failure of all (src/group.cc: groupCleanup).
@@ -294,6 +302,11 @@ Result transfer(Lock& lock, const char* name, const void* data, std::size_t coun
     }
     const std::shared_ptr<Stream> target = engine().streams.find(stream);
     if (!target) return Result::invalid_argument;
+    if (target->device != on->device) {
+      return foreign(target->name + " is on device " + std::to_string(target->device), *on);
+    }
+    const int where = engine().memory.device_of(range_of(data, count * size_of_type(type)));
+    if (where != -1 && where != on->device) return foreign("memory of device " + std::to_string(where), *on);
     if (const Result mixed = join(*on); mixed != Result::success) return mixed;
     Member& member = member_of(on);
     member.transfers.push_back(std::make_unique<Transfer>(*on, name, data, count * size_of_type(type), peer, *target));

@@ -47,7 +47,7 @@ Kernel::Kernel(std::shared_ptr<Communicator> communicator, std::vector<std::uniq
     if (transfer->peer == communicator_->rank) continue;
     transfer->index = transfer->sends() ? communicator_->sends++ : communicator_->receives++;
   }
-  if (communicator_->ordered) engine().launches[sequence] = communicator_.get();
+  if (communicator_->ordered) launches()[sequence] = communicator_.get();
 }
 
 std::string Kernel::describe() const {
@@ -78,7 +78,7 @@ void Kernel::run(Stream& stream, Lock& lock) {
     }
     finish(stream);
   }
-  give_place();
+  give_place(stream);
   if (serial) launched();
   on.finished = turn_ + 1;
   on.changed.notify_all();
@@ -86,18 +86,22 @@ void Kernel::run(Stream& stream, Lock& lock) {
 
 // With an implicit launch order, kernels start in the order of issue over all communicators.
 void Kernel::await_launch(Stream& stream, Lock& lock) {
-  const auto& launches = engine().launches;
+  const auto& before = launches();
   stream.wait(
       lock, engine().resident_changed,
       [&] {
-        return "kernel #" + std::to_string(launches.begin()->first) + " of " + launches.begin()->second->name +
+        return "kernel #" + std::to_string(before.begin()->first) + " of " + before.begin()->second->name +
                ", which comes before it in the launch order";
       },
-      [&] { return launches.empty() || launches.begin()->first >= sequence; });
+      [&] { return before.empty() || before.begin()->first >= sequence; });
+}
+
+std::map<std::uint64_t, const Communicator*>& Kernel::launches() const {
+  return engine().contexts.devices.at(static_cast<std::size_t>(communicator_->device)).launches;
 }
 
 void Kernel::launched() {
-  if (engine().launches.erase(sequence) != 0) engine().resident_changed.notify_all();
+  if (launches().erase(sequence) != 0) engine().resident_changed.notify_all();
 }
 
 // All accesses count from here on, whenever the bytes move. A send's clock does not cover the group's

@@ -42,6 +42,7 @@ class Kernel final : public Operation {
  private:
   void await_launch(Stream& stream, Lock& lock);
   void launched();
+  [[nodiscard]] std::map<std::uint64_t, const Communicator*>& launches() const;
   void start(Stream& stream, Lock& lock);
   void start_self(Lock& lock);
   void finish(Stream& stream);

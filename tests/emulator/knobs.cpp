@@ -5,12 +5,15 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "contexts.hpp"
+
 namespace pypipe::emulator {
 namespace {
 
-constexpr std::array names{"seed",      "delay_us",    "staging", "resident", "connections",
-                           "lazy",      "in_progress", "death",   "scribble", "hang_ms",
-                           "on_hazard", "report",      "version", "driver",   "threads"};
+constexpr std::array names{"seed",         "delay_us",    "staging", "resident",       "connections",
+                           "lazy",         "in_progress", "death",   "scribble",       "hang_ms",
+                           "on_hazard",    "report",      "version", "driver",         "threads",
+                           "lazy_loading", "context",     "devices", "multiprocessors"};
 
 bool number(const std::string& text, std::uint64_t& value) {
   const char* end = text.data() + text.size();
@@ -52,6 +55,10 @@ bool Knobs::set(const std::string& name, const std::string& value) {
   if (name == "version") return release(value, version);
   if (name == "driver") return release(value, driver);
   if (name == "threads") return either(value, "together", "separate", separate_threads);
+  if (name == "lazy_loading") return either(value, "0", "1", lazy_loading);
+  if (name == "context") return either(value, "none", "main", main_has_context);
+  if (name == "devices") return number(value, devices) && devices >= 1 && devices <= most_devices;
+  if (name == "multiprocessors") return number(value, multiprocessors);
   return false;
 }
 

@@ -23,6 +23,10 @@ struct Knobs {
   int version = 0;
   int driver = 13000;
   bool separate_threads = false;
+  bool lazy_loading = false;
+  bool main_has_context = true;
+  std::uint64_t devices = 1;
+  std::uint64_t multiprocessors = 132;
 
   // The environment's. An unknown value ends the process: a knob that is not understood tests nothing.
   static Knobs of_environment();

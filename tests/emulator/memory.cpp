@@ -7,6 +7,7 @@
 
 #include "communicator.hpp"
 #include "engine.hpp"
+#include "streams.hpp"
 
 namespace pypipe::emulator {
 namespace {
@@ -39,6 +40,7 @@ void* Memory::allocate(std::size_t bytes) {
   std::memset(start + fence, poison, bytes);
   const Range range = range_of(start + fence, bytes);
   live_[range.begin] = bytes;
+  devices_[range.begin] = Contexts::device();
   engine().host_access(start + fence, bytes, true, "allocation");
   return start + fence;
 }
@@ -49,7 +51,9 @@ bool Memory::free(std::unique_lock<std::mutex>& lock, void* data) {
   const std::size_t bytes = at->second;
   const Range range = range_of(data, bytes);
   take_from_pending(lock, range);
-  live_.erase(range.begin);
+  engine().streams.synchronize_device(lock, devices_[range.begin], false);
+  if (live_.erase(range.begin) == 0) return false;  // freed by another thread meanwhile
+  devices_.erase(range.begin);
   auto* start = static_cast<unsigned char*>(data) - fence;
   if (!intact(start) || !intact(start + fence + bytes)) {
     engine().reports.hazard("bounds", "bytes around an allocation of " + std::to_string(bytes) +
@@ -68,6 +72,11 @@ bool Memory::free(std::unique_lock<std::mutex>& lock, void* data) {
     std::free(reinterpret_cast<unsigned char*>(oldest.begin) - fence);
   }
   return true;
+}
+
+int Memory::device_of(Range range) const {
+  const auto at = find(live_, range);
+  return at == live_.end() ? -1 : devices_.at(at->first);
 }
 
 void Memory::allocated(Range range) {

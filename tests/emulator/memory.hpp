@@ -17,8 +17,11 @@ class Memory {
  public:
   // Memory of the device: filled with poison, between two fences that are checked when it is freed.
   [[nodiscard]] void* allocate(std::size_t bytes);
-  // False when there is no such allocation. Pending operations on it are reported.
+  // False when there is no such allocation. Pending operations on it are reported; then it waits for all of the device,
+  // which no caller may rely on.
   bool free(std::unique_lock<std::mutex>& lock, void* data);
+  // Of our allocations: the device, or -1.
+  [[nodiscard]] int device_of(Range range) const;
 
   // Memory of others, see control.h.
   void allocated(Range range);
@@ -44,6 +47,7 @@ class Memory {
 
  private:
   std::map<std::uintptr_t, std::size_t> live_;     // our allocations
+  std::map<std::uintptr_t, int> devices_;          // of those
   std::map<std::uintptr_t, std::size_t> foreign_;  // announced by `allocated`
   std::map<std::uintptr_t, std::size_t> freed_;    // of both kinds
   std::deque<Range> quarantine_;                   // our freed ones, not yet given back

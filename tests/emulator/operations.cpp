@@ -32,15 +32,16 @@ void happen(Stream& stream, Access& access) {
 
 void take_place(Stream& stream, Lock& lock) {
   Engine& all = engine();
+  std::uint64_t& resident = all.contexts.devices.at(static_cast<std::size_t>(stream.device)).resident;
   stream.wait(
       lock, all.resident_changed,
-      [&] { return "a place on the device, all of whose " + std::to_string(all.resident) + " are taken"; },
-      [&] { return all.resident < all.knobs.resident; });
-  ++all.resident;
+      [&] { return "a place on the device, all of whose " + std::to_string(resident) + " are taken"; },
+      [&] { return resident < all.knobs.resident; });
+  ++resident;
 }
 
-void give_place() {
-  --engine().resident;
+void give_place(const Stream& stream) {
+  --engine().contexts.devices.at(static_cast<std::size_t>(stream.device)).resident;
   engine().resident_changed.notify_all();
 }
 
@@ -93,7 +94,7 @@ void LaunchOperation::run(Stream& stream, Lock& lock) {
   lock.unlock();
   function_(argument_);
   lock.lock();
-  give_place();
+  give_place(stream);
 }
 
 }  // namespace pypipe::emulator

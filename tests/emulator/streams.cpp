@@ -53,6 +53,7 @@ cuda::StreamHandle Streams::create() {
   stream->handle = reinterpret_cast<cuda::StreamHandle>(0x5700000000000000U + ++handles_ * 16);
   stream->number = ++created_;
   stream->name = "stream " + std::to_string(stream->number);
+  stream->device = Contexts::device();
   stream->actor = engine().new_actor();
   stream->clock = engine().issue();
   stream->random = engine().new_random();
@@ -112,6 +113,7 @@ void Streams::work(const std::shared_ptr<Stream>& stream) {
 cuda::EventHandle Streams::create_event() {
   const auto handle = reinterpret_cast<cuda::EventHandle>(0x4500000000000000U + ++handles_ * 16);
   events_[handle] = std::make_shared<Event>();
+  events_[handle]->device = Contexts::device();
   return handle;
 }
 
@@ -151,6 +153,24 @@ void Streams::synchronize(Lock& lock, Stream& stream) {
   const std::shared_ptr<Record> record = Streams::record(stream, Issue::now());
   engine().host_wait(lock, record->changed, "all work of " + stream.name, [&] { return record->done; });
   engine().host().clock.join(record->clock);
+}
+
+void Streams::synchronize_device(Lock& lock, int device, bool orders) {
+  std::vector<std::shared_ptr<Record>> records;
+  for (const auto& [handle, stream] : streams_) {
+    if (stream->device != device || stream->issued == stream->completed) continue;
+    if (orders) note_deferred(*stream);
+    records.push_back(record(*stream, {Call::site(), Clock()}));
+  }
+  for (const auto& one : records) {
+    engine().host_wait(lock, one->changed, "the whole device, so far for " + one->where, [&] { return one->done; });
+    if (orders) engine().host().clock.join(one->clock);
+  }
+}
+
+void Streams::load(Lock& lock, int device, const char* kind) {
+  if (!engine().knobs.lazy_loading || !loaded_.emplace(device, kind).second) return;
+  synchronize_device(lock, device, false);
 }
 
 void Streams::note_deferred(const Stream& stream) {

@@ -34,6 +34,7 @@ struct Record {
 };
 
 struct Event {
+  int device = 0;
   std::shared_ptr<Record> latest;  // none: never recorded, so nothing to wait for
 };
 
@@ -75,6 +76,7 @@ struct Stream {
   cuda::StreamHandle handle = nullptr;
   std::string name;
   std::uint64_t number = 0;
+  int device = 0;
   Actor actor = 0;
   Clock clock;
   Random random;
@@ -109,6 +111,10 @@ class Streams {
   static void host_record(Event& event);
   // Waits for everything that was issued to the stream.
   static void synchronize(Lock& lock, Stream& stream);
+  // Waits for everything that was issued to the device; `orders`: and knows of it, for the checker.
+  void synchronize_device(Lock& lock, int device, bool orders);
+  // A kernel of this kind is launched; with lazy loading the first of its kind waits for the device.
+  void load(Lock& lock, int device, const char* kind);
   // Reports that a record or a synchronization misses what a non-blocking call in progress has yet to append.
   static void note_deferred(const Stream& stream);
 
@@ -130,6 +136,7 @@ class Streams {
   std::map<cuda::EventHandle, std::shared_ptr<Event>> events_;
   std::uint64_t handles_ = 0;
   std::uint64_t created_ = 0;
+  std::set<std::pair<int, std::string>> loaded_;
   std::map<std::uint64_t, std::set<std::uint64_t>> connections_;  // sequences that have not started
   std::condition_variable connections_changed_;
 };
@@ -139,7 +146,7 @@ void happen(Stream& stream, Access& access);
 
 // A place on the device, which holds knobs.resident operations at once.
 void take_place(Stream& stream, Lock& lock);
-void give_place();
+void give_place(const Stream& stream);
 
 // Memory that one operation moves to other memory.
 class CopyOperation final : public Operation {

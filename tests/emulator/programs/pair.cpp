@@ -39,6 +39,20 @@ void knob(const char* name, std::uint64_t value) {
   check(pypipe_emulator_set(name, std::to_string(value).c_str()) == 0, std::string("no such knob: ") + name);
 }
 
+void use_device(int device) {
+  cuda::Context context = nullptr;
+  CALL(cuDevicePrimaryCtxRetain(&context, device));
+  CALL(cuCtxSetCurrent(context));
+}
+
+void expect_report(const char* kind, const std::string& part) {
+  check(hazards(kind) == 1, std::string("not exactly one report of the kind ") + kind);
+  std::string text(pypipe_emulator_last_report(nullptr, 0) + 1, 0);
+  (void)pypipe_emulator_last_report(text.data(), text.size());
+  check(text.find(part) != std::string::npos, text + " does not say: " + part);
+  pypipe_emulator_reset_counters();
+}
+
 void Rank::put(const void* data, std::size_t bytes) const {
   check(::write(out_, data, bytes) == static_cast<ssize_t>(bytes), "the other rank does not listen");
 }

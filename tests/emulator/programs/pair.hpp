@@ -23,6 +23,11 @@ void call(nccl::Result result, const char* what);
 
 void knob(const char* name, std::uint64_t value);
 
+// Makes a device's primary context current on the calling thread, which starts without.
+void use_device(int device);
+// Fails unless exactly one hazard of the kind was reported, and says so.
+void expect_report(const char* kind, const std::string& part);
+
 inline std::uint64_t hazards(const char* kind = nullptr) { return pypipe_emulator_hazards(kind); }
 
 // One of the two ranks, with pipes to the other.

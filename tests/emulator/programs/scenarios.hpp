@@ -25,6 +25,8 @@ void an_order_through_the_peer(Rank& rank, bool planted);
 // scenarios_end.cpp
 void aborts_one_by_one(Rank& rank, bool planted);
 void aborts_of_an_old_release(Rank& rank, bool planted);
+void a_free_behind_a_receive(Rank& rank, bool planted);
+void a_first_launch_behind_a_receive(Rank& rank, bool planted);
 void registered_at_one_end(Rank& rank, bool planted);
 void deregistered_in_use(Rank& rank, bool planted);
 
@@ -59,6 +61,8 @@ inline const std::vector<Scenario>& scenarios() {
       {"connections_in_different_orders", "hang", connections_in_different_orders},
       {"aborts_one_by_one", "hang", aborts_one_by_one},
       {"aborts_of_an_old_release", "hang", aborts_of_an_old_release},
+      {"a_free_behind_a_receive", "hang", a_free_behind_a_receive},
+      {"a_first_launch_behind_a_receive", "hang", a_first_launch_behind_a_receive},
       {"registered_at_one_end", "registered", registered_at_one_end},
       {"deregistered_in_use", "registered", deregistered_in_use},
       {"creations_in_different_orders", "hang", creations_in_different_orders},

@@ -1,4 +1,6 @@
 // Hazards of the end: what an abort, a free or a deregistration waits for.
+#include <chrono>
+#include <string>
 #include <thread>
 
 #include "scenarios.hpp"
@@ -95,6 +97,56 @@ void registered(Rank& rank, bool at_both_ends, bool waits) {
 }
 
 }  // namespace
+
+namespace {
+
+// Rank 1 has posted a receive, and does something that waits for the device before rank 0 may send.
+void behind_a_receive(Rank& rank, bool planted, void (*waits_for_the_device)(Stream&)) {
+  knob("hang_ms", planted ? 600 : 60000);
+  Stream wire("wire");
+  Stream compute("compute");
+  const DeviceMemory memory(size);
+  Communicator link(rank, "link");
+  link.warm_up(wire);
+  const auto told = [&] {
+    char token = 0;
+    rank.number == 0 ? rank.get(&token, 1) : rank.put(&token, 1);
+  };
+  if (rank.number == 0) {
+    told();
+    link.send(memory, wire);
+    (void)link.settle();
+  } else {
+    link.receive(memory, wire);
+    (void)link.settle();
+    std::thread rescuer([&] {
+      if (!planted) return;
+      while (hazards("hang") == 0) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      told();
+    });
+    if (planted) waits_for_the_device(compute);
+    rescuer.join();
+    if (!planted) told();
+    if (!planted) check(wire.finish(), "it hangs");
+    if (!planted) waits_for_the_device(compute);
+  }
+  pypipe_emulator_settle(wire.handle);
+}
+
+}  // namespace
+
+void a_free_behind_a_receive(Rank& rank, bool planted) {
+  behind_a_receive(rank, planted, [](Stream&) { DeviceMemory(16).free(); });
+}
+
+void a_first_launch_behind_a_receive(Rank& rank, bool planted) {
+  knob("lazy_loading", 1);
+  behind_a_receive(rank, planted, [](Stream& compute) {
+    static int kinds = 0;
+    const std::string kind = "kernel " + std::to_string(++kinds);
+    pypipe_emulator_launch(compute.handle, kind.c_str(), nullptr, nullptr, nullptr, 0);
+  });
+}
 
 void registered_at_one_end(Rank& rank, bool planted) { registered(rank, !planted, true); }
 
