@@ -201,6 +201,11 @@ def test_a_group_creates_and_finalizes_its_communicators_all_at_once(emulator: E
         run(emulator, "groups", subject, seed=seed)
 
 
+@pytest.mark.parametrize("subject", ["queries", "own", "joins"])
+def test_a_stream_capture_is_broken_by_unsafe_calls(emulator: Emulator, subject: str) -> None:
+    run(emulator, "captures", subject)
+
+
 @pytest.mark.parametrize(
     "failure",
     ["size_staged", "size_not_staged", "error", "hang", "version", "death_told", "death_silent"],
@@ -263,7 +268,8 @@ def test_the_libraries_have_the_real_names_and_every_function_that_the_product_o
     }
     assert "cuEventRecord" in names["cuda"]
     # What is not the product's, but its users'.
-    others = {"cuCtxSynchronize", "cuDeviceGetAttribute"}
+    others = {"cuCtxSynchronize", "cuDeviceGetAttribute", "cuThreadExchangeStreamCaptureMode"}
+    others |= {"cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuStreamIsCapturing"}
     assert "ncclGetLastError" in names["nccl"]
     optional = {"ncclCommRegister", "ncclCommDeregister", "ncclMemAlloc", "ncclMemFree"}
     for library, wanted in (

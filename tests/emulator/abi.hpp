@@ -31,5 +31,9 @@ PYPIPE_NCCL_TEXT_SYMBOLS(PYPIPE_DECLARE)
 // What host programs call, and torch, but the product does not.
 pypipe::cuda::Result cuDeviceGetAttribute(int* value, int attribute, pypipe::cuda::Device device);
 pypipe::cuda::Result cuCtxSynchronize();
+pypipe::cuda::Result cuStreamBeginCapture_v2(pypipe::cuda::StreamHandle stream, int mode);
+pypipe::cuda::Result cuStreamEndCapture(pypipe::cuda::StreamHandle stream, void** graph);
+pypipe::cuda::Result cuStreamIsCapturing(pypipe::cuda::StreamHandle stream, int* status);
+pypipe::cuda::Result cuThreadExchangeStreamCaptureMode(int* mode);
 }
 #pragma GCC visibility pop

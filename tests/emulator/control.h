@@ -68,6 +68,7 @@ uint64_t pypipe_emulator_operations(void);
 //   registered   memory freed, or a communicator destroyed, while a buffer is still registered; memory deregistered
 //                while a transfer may use it; a transfer with registered memory at one end only
 //   context      a call without a current context, or with things of different devices
+//   capture      a stream capture was broken
 //   hang         nothing moves
 uint64_t pypipe_emulator_hazards(const char* kind);
 

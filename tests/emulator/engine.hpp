@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "access.hpp"
+#include "captures.hpp"
 #include "checker.hpp"
 #include "clock.hpp"
 #include "contexts.hpp"
@@ -92,6 +93,7 @@ class Engine {
   std::list<HostWait> host_waits;
 
   Contexts contexts;
+  Captures captures;
   std::condition_variable resident_changed;  // rung when a device's `resident` or `launches` shrinks
   std::uint64_t progress = 0;                // completed operations, arrived frames, ended waits
   std::uint64_t completed = 0;

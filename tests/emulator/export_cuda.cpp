@@ -24,6 +24,11 @@ constexpr int multiprocessor_count = 16;  // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_
   PYPIPE_EMULATOR_ENTER();              \
   if (!Contexts::checked()) return invalid_context
 
+// The same of what may be unsafe during a capture.
+#define PYPIPE_EMULATOR_ENTER_UNSAFE() \
+  PYPIPE_EMULATOR_ENTER_CONTEXT();     \
+  if (!engine().captures.allows()) return capture_errors::unsupported
+
 bool is_device(cuda::Device device) {
   return device >= 0 && device < static_cast<cuda::Device>(engine().knobs.devices);
 }
@@ -145,7 +150,7 @@ cuda::Result cuCtxSetCurrent(cuda::Context context) {
 }
 
 cuda::Result cuCtxSynchronize() {
-  PYPIPE_EMULATOR_ENTER_CONTEXT();
+  PYPIPE_EMULATOR_ENTER_UNSAFE();
   ++engine().synchronizations;
   engine().streams.synchronize_device(lock, Contexts::device(), true);
   return cuda::Result::success;
@@ -171,21 +176,27 @@ cuda::Result cuStreamDestroy_v2(cuda::StreamHandle stream) {
 }
 
 cuda::Result cuStreamQuery(cuda::StreamHandle handle) {
-  PYPIPE_EMULATOR_ENTER_CONTEXT();
+  PYPIPE_EMULATOR_ENTER_UNSAFE();
   if (Streams::is_host(handle)) return cuda::Result::success;
   const auto stream = engine().streams.find(handle);
   if (!stream) return invalid_handle;
+  if (stream->capture) {
+    return engine().captures.invalidate(*stream->capture, capture_errors::unsupported, "a query of its stream");
+  }
   if (stream->completed != stream->issued) return cuda::Result::not_ready;
   engine().host().clock.join(stream->clock);
   return cuda::Result::success;
 }
 
 cuda::Result cuStreamSynchronize(cuda::StreamHandle handle) {
-  PYPIPE_EMULATOR_ENTER_CONTEXT();
+  PYPIPE_EMULATOR_ENTER_UNSAFE();
   ++engine().synchronizations;
   if (Streams::is_host(handle)) return cuda::Result::success;
   const auto stream = engine().streams.find(handle);
   if (!stream) return invalid_handle;
+  if (stream->capture) {
+    return engine().captures.invalidate(*stream->capture, capture_errors::unsupported, "a wait for its stream");
+  }
   Streams::note_deferred(*stream);
   Streams::synchronize(lock, *stream);
   return cuda::Result::success;
@@ -205,6 +216,8 @@ cuda::Result cuStreamWaitEvent(cuda::StreamHandle handle, cuda::EventHandle even
   }
   const auto stream = engine().streams.find(handle);
   if (!stream) return invalid_handle;
+  cuda::Result answer = cuda::Result::success;
+  if (engine().captures.waits(*stream, *what, answer)) return answer;
   if (record) Streams::wait(*stream, record, Issue::now());
   return cuda::Result::success;
 }
@@ -237,15 +250,19 @@ cuda::Result cuEventRecord(cuda::EventHandle event, cuda::StreamHandle handle) {
                                            describe(Call::site()));
     return invalid_handle;
   }
+  what->capture = stream->capture;
+  what->captured_on = stream->handle;
+  if (stream->capture) return cuda::Result::success;
   Streams::note_deferred(*stream);
   what->latest = Streams::record(*stream, Issue::now());
   return cuda::Result::success;
 }
 
 cuda::Result cuEventQuery(cuda::EventHandle event) {
-  PYPIPE_EMULATOR_ENTER_CONTEXT();
+  PYPIPE_EMULATOR_ENTER_UNSAFE();
   const auto what = engine().streams.find_event(event);
   if (!what) return invalid_handle;
+  if (what->capture) return capture_errors::captured_event;
   if (!what->latest) return cuda::Result::success;
   if (!what->latest->done) return cuda::Result::not_ready;
   engine().host().clock.join(what->latest->clock);
@@ -253,10 +270,11 @@ cuda::Result cuEventQuery(cuda::EventHandle event) {
 }
 
 cuda::Result cuEventSynchronize(cuda::EventHandle event) {
-  PYPIPE_EMULATOR_ENTER_CONTEXT();
+  PYPIPE_EMULATOR_ENTER_UNSAFE();
   ++engine().synchronizations;
   const auto what = engine().streams.find_event(event);
   if (!what) return invalid_handle;
+  if (what->capture) return capture_errors::captured_event;
   const std::shared_ptr<Record> record = what->latest;
   if (!record) return cuda::Result::success;
   engine().host_wait(lock, record->changed, "the event recorded on " + record->where, [&] { return record->done; });
@@ -266,14 +284,14 @@ cuda::Result cuEventSynchronize(cuda::EventHandle event) {
 
 cuda::Result cuMemAlloc_v2(cuda::Pointer* pointer, std::size_t bytes) {
   if (pointer == nullptr || bytes == 0) return invalid_value;
-  PYPIPE_EMULATOR_ENTER_CONTEXT();
+  PYPIPE_EMULATOR_ENTER_UNSAFE();
   void* data = engine().memory.allocate(bytes);
   *pointer = reinterpret_cast<std::uintptr_t>(data);
   return data == nullptr ? out_of_memory : cuda::Result::success;
 }
 
 cuda::Result cuMemFree_v2(cuda::Pointer pointer) {
-  PYPIPE_EMULATOR_ENTER_CONTEXT();
+  PYPIPE_EMULATOR_ENTER_UNSAFE();
   ++engine().synchronizations;
   if (engine().memory.free(lock, memory_at(pointer))) return cuda::Result::success;
   engine().reports.hazard("usage", "no such allocation: " + describe(Call::site()));
@@ -292,6 +310,42 @@ cuda::Result cuMemcpyAsync(cuda::Pointer target, cuda::Pointer source, std::size
   const auto stream = engine().streams.find(handle);
   if (!stream) return invalid_handle;
   Streams::append(*stream, std::make_unique<CopyOperation>(memory_at(target), memory_at(source), bytes, stream->name));
+  return cuda::Result::success;
+}
+
+cuda::Result cuStreamBeginCapture_v2(cuda::StreamHandle handle, int mode) {
+  if (mode < 0 || mode > 2) return invalid_value;
+  PYPIPE_EMULATOR_ENTER_CONTEXT();
+  if (Streams::is_host(handle)) return capture_errors::unsupported;
+  const auto stream = engine().streams.find(handle);
+  return stream ? engine().captures.begin(*stream, static_cast<CaptureMode>(mode)) : invalid_handle;
+}
+
+cuda::Result cuStreamEndCapture(cuda::StreamHandle handle, void** graph) {
+  if (graph == nullptr) return invalid_value;
+  PYPIPE_EMULATOR_ENTER_CONTEXT();
+  *graph = nullptr;
+  const auto stream = engine().streams.find(handle);
+  if (!stream) return invalid_handle;
+  const cuda::Result result = engine().captures.end(*stream);
+  if (result == cuda::Result::success) *graph = stream.get();  // nothing takes it
+  return result;
+}
+
+cuda::Result cuStreamIsCapturing(cuda::StreamHandle handle, int* status) {
+  if (status == nullptr) return invalid_value;
+  PYPIPE_EMULATOR_ENTER_CONTEXT();
+  *status = 0;
+  if (Streams::is_host(handle)) return cuda::Result::success;
+  const auto stream = engine().streams.find(handle);
+  if (!stream) return invalid_handle;
+  if (stream->capture) *status = stream->capture->invalid ? 2 : 1;
+  return cuda::Result::success;
+}
+
+cuda::Result cuThreadExchangeStreamCaptureMode(int* mode) {
+  if (mode == nullptr || *mode < 0 || *mode > 2) return invalid_value;
+  *mode = static_cast<int>(Captures::exchange(static_cast<CaptureMode>(*mode)));
   return cuda::Result::success;
 }
 }

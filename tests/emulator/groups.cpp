@@ -302,6 +302,11 @@ Result transfer(Lock& lock, const char* name, const void* data, std::size_t coun
     }
     const std::shared_ptr<Stream> target = engine().streams.find(stream);
     if (!target) return Result::invalid_argument;
+    if (target->capture) {
+      engine().captures.invalidate(*target->capture, capture_errors::unsupported,
+                                   "an NCCL kernel, which this emulator cannot capture,");
+      return Result::unhandled_cuda_error;
+    }
     if (target->device != on->device) {
       return foreign(target->name + " is on device " + std::to_string(target->device), *on);
     }

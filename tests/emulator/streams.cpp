@@ -78,6 +78,7 @@ std::shared_ptr<Stream> Streams::find(cuda::StreamHandle handle) {
 }
 
 void Streams::append(Stream& stream, std::unique_ptr<Operation> operation) {
+  if (stream.capture) return;  // captured, and forgotten
   ++stream.issued;
   engine().streams.expect_connection(stream, *operation);
   stream.queue.push_back(std::move(operation));
@@ -212,6 +213,12 @@ std::string Streams::describe() const {
     if (stream->deferred != 0) text += "\n        a non-blocking call is in progress on it";
   }
   return text;
+}
+
+void Streams::leave_capture(const Capture& capture) {
+  for (const auto& [handle, stream] : streams_) {
+    if (capture.streams.count(handle) != 0) stream->capture.reset();
+  }
 }
 
 void Streams::reseed() {

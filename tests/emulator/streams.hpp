@@ -35,6 +35,8 @@ struct Record {
 
 struct Event {
   int device = 0;
+  std::shared_ptr<Capture> capture;  // in which it was recorded last, if in any
+  cuda::StreamHandle captured_on = nullptr;
   std::shared_ptr<Record> latest;  // none: never recorded, so nothing to wait for
 };
 
@@ -77,6 +79,7 @@ struct Stream {
   std::string name;
   std::uint64_t number = 0;
   int device = 0;
+  std::shared_ptr<Capture> capture;  // while it is being captured
   Actor actor = 0;
   Clock clock;
   Random random;
@@ -122,6 +125,7 @@ class Streams {
   [[nodiscard]] std::string describe() const;  // of each stream, what it does and waits for
   [[nodiscard]] bool waiting() const;
   void reseed();
+  void leave_capture(const Capture& capture);
 
   // With knobs.connections: an operation starts only when all earlier ones of its hardware queue have
   // started.
