@@ -187,7 +187,7 @@ def test_what_belongs_to_a_device_needs_its_context(emulator: Emulator, subject:
         run(emulator, "contexts", subject, seed=seed)
 
 
-@pytest.mark.parametrize("subject", ["events", "stream_zero", "memory", "configurations", "to_oneself", "together"])
+@pytest.mark.parametrize("subject", ["events", "stream_zero", "queued_zero", "memory", "configurations", "to_oneself", "together"])
 def test_semantics(emulator: Emulator, subject: str) -> None:
     for seed in range(5):
         run(emulator, "semantics", subject, seed=seed)

@@ -22,6 +22,7 @@
 //   threads      together  one clock for all host threads: what one has waited for, all have; or separate: each knows
 //                        only what it waited for itself (stricter, but locks between threads then look like mistakes)
 //   lazy_loading 0       1: the first launch of each kind of kernel waits for the whole device, as lazy module loading does
+//   default_stream  host  stream 0 is the calling thread; queue: one like the others, so that the host runs ahead
 //   context      main    the process's first thread starts with device 0's primary context current; none: it does not
 //   devices      1       devices of this process, 8 at most
 //   multiprocessors  132 what cuDeviceGetAttribute says of them
@@ -96,7 +97,7 @@ void pypipe_emulator_label(const char* label);
 // Names a stream in reports.
 void pypipe_emulator_name_stream(void* stream, const char* name);
 
-// Tells of accesses by compute on a stream. Stream 0 is the calling thread, now; others: when the stream gets there.
+// Tells of accesses by compute on a stream. Stream 0 is the calling thread, now (but see default_stream); others: when the stream gets there.
 void pypipe_emulator_reads(const void* data, size_t bytes, void* stream, const char* name);
 void pypipe_emulator_writes(void* data, size_t bytes, void* stream, const char* name);
 

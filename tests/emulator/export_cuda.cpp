@@ -316,6 +316,7 @@ cuda::Result cuMemcpyAsync(cuda::Pointer target, cuda::Pointer source, std::size
 cuda::Result cuStreamBeginCapture_v2(cuda::StreamHandle handle, int mode) {
   if (mode < 0 || mode > 2) return invalid_value;
   PYPIPE_EMULATOR_ENTER_CONTEXT();
+  if (reinterpret_cast<std::uintptr_t>(handle) <= 1) return capture_errors::unsupported;  // the legacy stream
   if (Streams::is_host(handle)) return capture_errors::unsupported;
   const auto stream = engine().streams.find(handle);
   return stream ? engine().captures.begin(*stream, static_cast<CaptureMode>(mode)) : invalid_handle;

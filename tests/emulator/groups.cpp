@@ -298,7 +298,8 @@ Result transfer(Lock& lock, const char* name, const void* data, std::size_t coun
     if (peer < 0 || peer >= on->size) return all.refuse(Result::invalid_argument, "no such peer");
     if (data == nullptr && count != 0) return all.refuse(Result::invalid_argument, "no buffer");
     if (Streams::is_host(stream)) {
-      return all.refuse(Result::invalid_argument, "the emulator runs no NCCL kernels on stream 0, the host itself");
+      return all.refuse(Result::invalid_argument,
+                        "the emulator runs no NCCL kernels on stream 0 where it is the host (knob default_stream)");
     }
     const std::shared_ptr<Stream> target = engine().streams.find(stream);
     if (!target) return Result::invalid_argument;

@@ -13,7 +13,7 @@ namespace {
 constexpr std::array names{"seed",         "delay_us",    "staging", "resident",       "connections",
                            "lazy",         "in_progress", "death",   "scribble",       "hang_ms",
                            "on_hazard",    "report",      "version", "driver",         "threads",
-                           "lazy_loading", "context",     "devices", "multiprocessors"};
+                           "lazy_loading", "context",     "devices", "default_stream", "multiprocessors"};
 
 bool number(const std::string& text, std::uint64_t& value) {
   const char* end = text.data() + text.size();
@@ -56,6 +56,7 @@ bool Knobs::set(const std::string& name, const std::string& value) {
   if (name == "driver") return release(value, driver);
   if (name == "threads") return either(value, "together", "separate", separate_threads);
   if (name == "lazy_loading") return either(value, "0", "1", lazy_loading);
+  if (name == "default_stream") return either(value, "host", "queue", default_stream_queues);
   if (name == "context") return either(value, "none", "main", main_has_context);
   if (name == "devices") return number(value, devices) && devices >= 1 && devices <= most_devices;
   if (name == "multiprocessors") return number(value, multiprocessors);

@@ -24,6 +24,7 @@ struct Knobs {
   int driver = 13000;
   bool separate_threads = false;
   bool lazy_loading = false;
+  bool default_stream_queues = false;
   bool main_has_context = true;
   std::uint64_t devices = 1;
   std::uint64_t multiprocessors = 132;

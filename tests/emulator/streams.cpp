@@ -46,23 +46,34 @@ std::string Operation::describe() const {
   return std::string(name) + " #" + std::to_string(sequence) + ", issued by " + emulator::describe(site);
 }
 
-bool Streams::is_host(cuda::StreamHandle handle) noexcept { return reinterpret_cast<std::uintptr_t>(handle) <= 2; }
+namespace {
 
-cuda::StreamHandle Streams::create() {
+bool is_default(cuda::StreamHandle handle) noexcept { return reinterpret_cast<std::uintptr_t>(handle) <= 2; }
+
+}  // namespace
+
+bool Streams::is_host(cuda::StreamHandle handle) noexcept {
+  return is_default(handle) && !engine().knobs.default_stream_queues;
+}
+
+cuda::StreamHandle Streams::create() { return make("")->handle; }
+
+std::shared_ptr<Stream> Streams::make(const std::string& name) {
   auto stream = std::make_shared<Stream>();
   stream->handle = reinterpret_cast<cuda::StreamHandle>(0x5700000000000000U + ++handles_ * 16);
   stream->number = ++created_;
-  stream->name = "stream " + std::to_string(stream->number);
+  stream->name = name.empty() ? "stream " + std::to_string(stream->number) : name;
   stream->device = Contexts::device();
   stream->actor = engine().new_actor();
   stream->clock = engine().issue();
   stream->random = engine().new_random();
   streams_[stream->handle] = stream;
   std::thread([this, stream] { work(stream); }).detach();
-  return stream->handle;
+  return stream;
 }
 
 bool Streams::destroy(cuda::StreamHandle handle) {
+  if (is_default(handle)) return false;
   const std::shared_ptr<Stream> stream = find(handle);
   if (!stream) return false;
   stream->destroyed = true;
@@ -71,6 +82,11 @@ bool Streams::destroy(cuda::StreamHandle handle) {
 }
 
 std::shared_ptr<Stream> Streams::find(cuda::StreamHandle handle) {
+  if (is_default(handle) && engine().knobs.default_stream_queues) {
+    auto& stream = defaults_[Contexts::device()];
+    if (!stream) stream = make("the default stream");
+    return stream;
+  }
   const auto at = streams_.find(handle);
   if (at != streams_.end() && !at->second->destroyed) return at->second;
   engine().reports.hazard("usage", "no such stream (it may have been destroyed): " + emulator::describe(Call::site()));

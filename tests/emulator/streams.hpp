@@ -5,7 +5,8 @@
 // passes its number. Handles are numbers that are never used again, so that a destroyed one is recognized.
 //
 // Stream 0 is the host itself: what is recorded on it has happened already, and its wait for an event blocks
-// the calling thread. That is how compute on the CPU stands in for a stream of compute kernels.
+// the calling thread. That is how compute on the CPU stands in for a stream of compute kernels. With the knob
+// default_stream it is a queue like the others, one for each device; all its names mean the same one.
 #pragma once
 
 #include <condition_variable>
@@ -99,7 +100,7 @@ class Streams {
   bool destroy(cuda::StreamHandle handle);
   // Null for a handle that is none, which is reported.
   [[nodiscard]] std::shared_ptr<Stream> find(cuda::StreamHandle handle);
-  // Stream 0 by any of its names: null, CU_STREAM_LEGACY, CU_STREAM_PER_THREAD.
+  // Stream 0 by any of its names (null, CU_STREAM_LEGACY, CU_STREAM_PER_THREAD), where it is the host.
   [[nodiscard]] static bool is_host(cuda::StreamHandle handle) noexcept;
 
   static void append(Stream& stream, std::unique_ptr<Operation> operation);
@@ -135,8 +136,10 @@ class Streams {
 
  private:
   void work(const std::shared_ptr<Stream>& stream);
+  std::shared_ptr<Stream> make(const std::string& name);
 
   std::map<cuda::StreamHandle, std::shared_ptr<Stream>> streams_;  // also destroyed ones that are not done
+  std::map<int, std::shared_ptr<Stream>> defaults_;                // by device, with the knob default_stream
   std::map<cuda::EventHandle, std::shared_ptr<Event>> events_;
   std::uint64_t handles_ = 0;
   std::uint64_t created_ = 0;

@@ -111,6 +111,34 @@ void stream_zero() {
   pypipe_emulator_reset_counters();
 }
 
+// With the knob, stream 0 is a queue: nothing on it holds up the host, and nothing has happened before it says so.
+void queued_zero() {
+  check(pypipe_emulator_set("default_stream", "queue") == 0, "no such knob");
+  Stream stream("stream");
+  Event event;
+  Event after;
+  Gate gate(stream);
+  event.record(stream.handle);
+  CALL(cuStreamWaitEvent(nullptr, event.handle, 0));
+  const DeviceMemory from(64);
+  const DeviceMemory to(64);
+  std::memset(from.data(), 3, 64);
+  CALL(cuMemcpyAsync(reinterpret_cast<std::uintptr_t>(to.data()), reinterpret_cast<std::uintptr_t>(from.data()), 64,
+                     nullptr));
+  pypipe_emulator_writes(to.data(), 1, nullptr, "forward");
+  after.record(nullptr);
+  std::this_thread::sleep_for(milliseconds(2));
+  check(!after.done() && !to.is(3), "stream 0 did not wait for the event");
+  check(cuStreamQuery(nullptr) == cuda::Result::not_ready, "stream 0 is idle");
+  check(hazards() == 0, "something legal was reported");
+  stream.read(to.data(), 64, "too early");
+  gate.open();
+  CALL(cuStreamSynchronize(nullptr));
+  check(after.done() && to.is(3), "stream 0 did not copy");
+  check(stream.finish() && hazards("race") != 0, "compute on stream 0 is ordered by the host");
+  pypipe_emulator_reset_counters();
+}
+
 void memory() {
   {
     DeviceMemory fresh(100);
@@ -314,6 +342,8 @@ int main(int argc, char** argv) {
     events();
   } else if (what == "stream_zero") {
     stream_zero();
+  } else if (what == "queued_zero") {
+    queued_zero();
   } else if (what == "memory") {
     memory();
   } else if (what == "configurations") {
@@ -323,7 +353,7 @@ int main(int argc, char** argv) {
   } else if (what == "together") {
     together();
   } else {
-    std::fprintf(stderr, "usage: semantics events|stream_zero|memory|configurations|to_oneself|together\n");
+    std::fprintf(stderr, "usage: semantics events|stream_zero|queued_zero|memory|configurations|to_oneself|together\n");
     return 2;
   }
   return 0;
