@@ -35,6 +35,8 @@ EXPORT Result cuGetErrorString(Result, const char** text) { return *text = "none
 EXPORT Result cuDeviceGetCount(int* count) { return number(count, 1), done; }
 EXPORT Result cuDeviceGet(Device* device, int) { return *device = 0, done; }
 EXPORT Result cuDeviceGetName(char* name, int bytes, Device) { return std::strncpy(name, "idle", bytes), done; }
+EXPORT Result cuDeviceGetAttribute(int* value, int, Device) { return number(value, 132), done; }
+EXPORT Result cuThreadExchangeStreamCaptureMode(CaptureMode*) { return done; }
 EXPORT Result cuDevicePrimaryCtxRetain(Context* context, Device) { return give(context), done; }
 EXPORT Result cuDevicePrimaryCtxRelease_v2(Device) { return done; }
 EXPORT Result cuCtxGetCurrent(Context* context) { return give(context), done; }
@@ -77,10 +79,6 @@ EXPORT Result ncclGroupStart() { return done; }
 EXPORT Result ncclGroupEnd() { return done; }
 EXPORT Result ncclSend(const void*, std::size_t, int, int, CommunicatorHandle, cuda::StreamHandle) { return done; }
 EXPORT Result ncclRecv(void*, std::size_t, int, int, CommunicatorHandle, cuda::StreamHandle) { return done; }
-EXPORT Result ncclCommRegister(CommunicatorHandle, void*, std::size_t, void** handle) { return give(handle), done; }
-EXPORT Result ncclCommDeregister(CommunicatorHandle, void*) { return done; }
-EXPORT Result ncclMemAlloc(void** data, std::size_t bytes) { return *data = std::malloc(bytes), done; }
-EXPORT Result ncclMemFree(void* data) { return std::free(data), done; }
 EXPORT const char* ncclGetErrorString(Result) { return "none"; }
 EXPORT const char* ncclGetLastError(CommunicatorHandle) { return "none"; }
 

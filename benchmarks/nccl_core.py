@@ -51,12 +51,13 @@ def main(path: str, messages: int, cuda_library: str, nccl_library: str) -> None
         hub.start()
     (cuda, _), (nccl, _) = core.open_cuda(cuda_library), core.open_nccl(nccl_library, [])
     unique_id = nccl.unique_id()
+    ends: dict[int, Any] = {}
     edges: dict[int, Any] = {}
 
     def join(rank: int) -> None:
-        edges[rank] = core.NcclEdge(
-            cuda, nccl, unique_id, rank, core.NcclDirection.ONE_WAY, "pypipe", 1, 4, wait_policy
-        )
+        ends[rank] = core.NcclEdges(core.CudaGpu(cuda, 0), nccl)
+        edges[rank] = ends[rank].add(unique_id, rank, core.NcclDirection.ONE_WAY, "pypipe", 4)
+        ends[rank].connect(wait_policy)
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
     for thread in threads:
@@ -79,7 +80,8 @@ def main(path: str, messages: int, cuda_library: str, nccl_library: str) -> None
         _add(spent["send"], begun)
         time.sleep(pause)  # until all has been announced: what is counted below is no waiting
         begun = _used()
-        receiver.post(stream, wait_policy)
+        for _ in range(SLOTS):
+            receiver.post(stream, wait_policy)
         _add(spent["receive"], begun)
         time.sleep(pause)  # until all has arrived
         begun = _used()

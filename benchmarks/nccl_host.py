@@ -137,7 +137,13 @@ def _rank(rank: int, folder: str, messages: int) -> dict[str, float]:
     forward, backward = Channel(Kind.F, 0, 1), Channel(Kind.B, 1, 0)
     links = {forward: Link(Kind.F, 0, 1), backward: Link(Kind.B, 1, 0)}
     connection = connect(
-        find_world(), torch.device("cpu"), links, {forward: BATCH, backward: 1}, Config(), lambda configs: None, 600.0
+        find_world(),
+        torch.device("cpu"),
+        links,
+        lambda _: {forward: BATCH, backward: 1},
+        Config(),
+        lambda configs: None,
+        600.0,
     )
     there, back = Tag(0, Kind.F.order, 0, 1, 1), Tag(1, Kind.B.order, 0, 1, 1)
     tensor = torch.zeros(BYTES, dtype=torch.uint8)
@@ -155,13 +161,15 @@ def _rank(rank: int, folder: str, messages: int) -> dict[str, float]:
         for _ in range(messages // BATCH):
             for _ in range(BATCH):
                 timed("send", sender.transfer, layout, there, [tensor])
+            receiver.post(0)
             receiver.release(receiver.wait(back))
     else:
         sender, receiver = connection.senders[backward], connection.receivers[forward]
         layout = sender.announce("{}", [BYTES], 0)
         for _ in range(messages // BATCH):
             time.sleep(0.002)  # until all has been announced
-            timed("post", receiver.post, 0)
+            for _ in range(BATCH):
+                timed("post", receiver.post, 0)
             time.sleep(0.002)  # until all has arrived
             for _ in range(BATCH):
                 message = timed("receive", receiver.wait, there)
@@ -169,10 +177,7 @@ def _rank(rank: int, folder: str, messages: int) -> dict[str, float]:
             sender.transfer(layout, back, [tensor])
     connection.close()
     dist.destroy_process_group()
-    medians = {name: statistics.median(samples) for name, samples in times.items()}
-    if "post" in medians:
-        medians["post"] /= BATCH
-    return medians
+    return {name: statistics.median(samples) for name, samples in times.items()}
 
 
 _THREADS = {"calling thread": "01", "sender's control thread": "02", "receiver's control thread": "03"}

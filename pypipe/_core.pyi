@@ -4,7 +4,7 @@ The C++ core of pypipe: control sockets, links and channels. Not a public interf
 from __future__ import annotations
 import collections.abc
 import typing
-__all__: list[str] = ['ActionEntry', 'ActionKind', 'ActionLog', 'Cause', 'CauseKind', 'ChannelReceiver', 'ChannelSender', 'CoreError', 'CudaLibrary', 'Envelope', 'Hub', 'LayoutAnnouncer', 'LayoutBook', 'Message', 'NcclDirection', 'NcclEdge', 'NcclGroup', 'NcclLibrary', 'NcclReceiveLink', 'NcclSendLink', 'NcclWatchdog', 'OutgoingLayout', 'PART_ALIGNMENT', 'RankReport', 'RankStatus', 'ReceiveLink', 'RecordFile', 'SendLink', 'ShmReceiveLink', 'ShmSendLink', 'WaitPolicy', 'check_tag', 'loaded_library', 'open_cuda', 'open_nccl', 'pack', 'read_record']
+__all__: list[str] = ['ActionEntry', 'ActionKind', 'ActionLog', 'Cause', 'CauseKind', 'ChannelReceiver', 'ChannelSender', 'CoreError', 'CudaGpu', 'CudaLibrary', 'Envelope', 'Hub', 'LayoutAnnouncer', 'LayoutBook', 'Message', 'NcclDirection', 'NcclEdge', 'NcclEdges', 'NcclGroup', 'NcclLibrary', 'NcclReceiveLink', 'NcclSendLink', 'NcclWatchdog', 'OutgoingLayout', 'PART_ALIGNMENT', 'RankReport', 'RankStatus', 'ReceiveLink', 'RecordFile', 'SendLink', 'ShmReceiveLink', 'ShmSendLink', 'WaitPolicy', 'check_tag', 'loaded_library', 'open_cuda', 'open_nccl', 'pack', 'read_record']
 class CoreError(RuntimeError):
     fault: typing.ClassVar[str] = ''
 class ActionKind:
@@ -524,21 +524,25 @@ class CudaLibrary:
     @property
     def version(self) -> int:
         ...
+class CudaGpu:
+    """
+    A GPU and its primary context.
+    """
+    def __init__(self, cuda: CudaLibrary, ordinal: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def multiprocessors(self) -> int:
+        ...
 class NcclLibrary:
     """
     One copy of NCCL.
     """
-    def try_communicator(self, policy: WaitPolicy) -> None:
+    def try_communicator(self, gpu: CudaGpu | None, policy: WaitPolicy) -> None:
         """
         Makes a communicator of one rank and takes it down. Raises CoreError with what NCCL says.
         """
     def unique_id(self) -> bytes:
         ...
-    @property
-    def absent(self) -> list[str]:
-        """
-        Optional functions that this release lacks.
-        """
     @property
     def path(self) -> str:
         ...
@@ -599,9 +603,19 @@ class NcclEdge:
     """
     One end of a communicator of two ranks.
     """
-    def __init__(self, cuda: CudaLibrary, nccl: NcclLibrary, unique_id: bytes, rank: typing.SupportsInt | typing.SupportsIndex, direction: NcclDirection, name: str, min_ctas: typing.SupportsInt | typing.SupportsIndex, max_ctas: typing.SupportsInt | typing.SupportsIndex, policy: WaitPolicy) -> None:
+class NcclEdges:
+    """
+    All communicators of a rank; see csrc/link/nccl/nccl_edges.hpp.
+    """
+    def __init__(self, gpu: CudaGpu, nccl: NcclLibrary) -> None:
+        ...
+    def add(self, unique_id: bytes, rank: typing.SupportsInt | typing.SupportsIndex, direction: NcclDirection, name: str, ctas: typing.SupportsInt | typing.SupportsIndex) -> NcclEdge:
         """
-        Joins the communicator and connects; returns when the other end has done so too.
+        A communicator, to be made by connect().
+        """
+    def connect(self, policy: WaitPolicy) -> None:
+        """
+        Makes all communicators and connects them; returns when the other ends have done so too.
         """
 class NcclGroup:
     """
@@ -621,7 +635,7 @@ class NcclWatchdog:
     """
     Looks after communicators; see csrc/link/nccl/nccl_watchdog.hpp.
     """
-    def __init__(self, hub: Hub, edges: collections.abc.Sequence[NcclEdge], limit: typing.SupportsFloat | typing.SupportsIndex, ranks: typing.SupportsInt | typing.SupportsIndex) -> None:
+    def __init__(self, hub: Hub, edges: NcclEdges, limit: typing.SupportsFloat | typing.SupportsIndex, ranks: typing.SupportsInt | typing.SupportsIndex) -> None:
         ...
     def close(self, policy: WaitPolicy) -> None:
         ...

@@ -23,7 +23,7 @@ from pypipe.runtime.rendezvous.world import World, find_world
 from pypipe.runtime.step.fitting import Fitted, fit
 from pypipe.runtime.step.pipeline import Pipeline
 from pypipe.runtime.step.settings import Call, Settings
-from pypipe.runtime.transport.links.nccl import max_ctas, single_communicator
+from pypipe.runtime.transport.links.communicators import communicators, max_ctas
 from pypipe.runtime.transport.links.registry import CHOICES
 from pypipe.stage import PipelineStage
 
@@ -99,10 +99,11 @@ class Schedule:
             checks = wanted(check)
         except ValueError as error:
             problem, checks = problem or str(error), frozenset()
-        fitted, single, ctas = Fitted(), False, 0
+        fitted, of_ranks, ctas = Fitted(), "auto", 0
         if problem is None:
             try:
-                single, ctas = single_communicator(given[0].device, read("PYPIPE_LINK", CHOICES)), max_ctas()
+                read("PYPIPE_LINK", CHOICES)
+                of_ranks, ctas = communicators(), max_ctas()
                 fitted = fit(
                     program,
                     world.size,
@@ -110,7 +111,6 @@ class Schedule:
                     n_microbatches,
                     options,
                     training=loss_fn is not None,
-                    single_communicator=single,
                 )
             except ValueError as error:
                 problem = str(error)
@@ -125,7 +125,7 @@ class Schedule:
                 version=_VERSION,
                 num_stages=given[0].num_stages,
                 schedule=self._kind(program),
-                communicators="one for each pair of ranks" if single else "one for each link",
+                communicators=of_ranks,
                 max_ctas=ctas,
             ),
             n_microbatches=n_microbatches,

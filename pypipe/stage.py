@@ -26,8 +26,8 @@ class PipelineStage:
         submodule: the module that computes this stage.
         stage_index: which stage it is, from 0.
         num_stages: how many stages the model has.
-        device: where the module lives, for example torch.device("cpu"). Default: the device of its first
-            parameter, or the CPU if it has none.
+        device: where the module lives, for example torch.device("cpu"). "cuda" is the GPU that is current now.
+            Default: the device of the module's first parameter, or the CPU if it has none.
         input_args, output_args, output_grads, input_grads: taken for compatibility with torch.distributed.pipelining
             and not needed: shapes are agreed when the first message is sent, without a trial run.
         group: the ranks of this pipeline. Default: the default process group, else torchrun's environment.
@@ -68,7 +68,7 @@ class PipelineStage:
             )
         else:
             try:
-                self.device = torch.device(device) if device is not None else _device_of(submodule)
+                self.device = _with_index(torch.device(device) if device is not None else _device_of(submodule))
             except (RuntimeError, TypeError) as error:
                 problem = (
                     f"{where}, stage {stage_index}: device={device!r} is not valid ({error}); give torch.device('cpu')"
@@ -99,6 +99,13 @@ class PipelineStage:
     def __repr__(self) -> str:
         name = type(self.submod).__name__
         return f"PipelineStage({self.stage_index} of {self.num_stages}, {name}, {self.device})"
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """The device itself; for "cuda" the one that is current now, whatever is current later."""
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def _device_of(module: nn.Module) -> torch.device:

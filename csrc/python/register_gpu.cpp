@@ -14,6 +14,7 @@
 #include "base/error.hpp"
 #include "base/library.hpp"
 #include "link/nccl/cuda_api.hpp"
+#include "link/nccl/cuda_gpu.hpp"
 #include "link/nccl/nccl_api.hpp"
 #include "link/nccl/nccl_link.hpp"
 #include "link/nccl/nccl_watchdog.hpp"
@@ -27,9 +28,10 @@ namespace {
 
 using Released = py::call_guard<py::gil_scoped_release>;
 
-// Holders cannot be const, but all methods of both classes are.
+// Holders cannot be const, but all methods of these classes are.
 using CudaApi = std::shared_ptr<cuda::Api>;
 using NcclApi = std::shared_ptr<nccl::Api>;
+using CudaGpu = std::shared_ptr<cuda::Gpu>;
 
 template <class Api>
 std::pair<std::optional<std::shared_ptr<Api>>, std::string> as_pair(Found<std::shared_ptr<const Api>> found) {
@@ -57,15 +59,13 @@ Allocate as_allocate(const AllocateFunction& function) {
   };
 }
 
-std::shared_ptr<NcclEdge> make_edge(const CudaApi& cuda, const NcclApi& nccl, const py::bytes& id, int rank,
-                                    NcclEdge::Direction direction, const std::string& name, int min_ctas, int max_ctas,
-                                    const WaitPolicy& policy) {
+std::shared_ptr<NcclEdge> add_edge(NcclEdges& edges, const py::bytes& id, int rank, NcclEdge::Direction direction,
+                                   const std::string& name, int ctas) {
   nccl::UniqueId unique{};
   const std::string_view text = id;
   if (text.size() != sizeof(unique.internal)) throw Error(Fault::usage, "an NCCL unique id has 128 bytes");
   std::memcpy(unique.internal, text.data(), text.size());
-  const py::gil_scoped_release released;
-  return std::make_shared<NcclEdge>(cuda, nccl, unique, rank, direction, name, NcclOptions{min_ctas, max_ctas}, policy);
+  return edges.add(unique, rank, direction, name, ctas);
 }
 
 void register_nccl_links(py::module_& module) {
@@ -73,10 +73,15 @@ void register_nccl_links(py::module_& module) {
       .value("ONE_WAY", NcclEdge::Direction::one_way)
       .value("BOTH_WAYS", NcclEdge::Direction::both_ways)
       .value("TO_ITSELF", NcclEdge::Direction::to_itself);
-  py::class_<NcclEdge, std::shared_ptr<NcclEdge>>(module, "NcclEdge", "One end of a communicator of two ranks.")
-      .def(py::init(&make_edge), arg("cuda"), arg("nccl"), arg("unique_id"), arg("rank"), arg("direction"), arg("name"),
-           arg("min_ctas"), arg("max_ctas"), arg("policy"),
-           "Joins the communicator and connects; returns when the other end has done so too.");
+  py::class_<NcclEdge, std::shared_ptr<NcclEdge>>(module, "NcclEdge", "One end of a communicator of two ranks.");
+  py::class_<NcclEdges, std::shared_ptr<NcclEdges>>(module, "NcclEdges",
+                                                    "All communicators of a rank; see csrc/link/nccl/nccl_edges.hpp.",
+                                                    py::release_gil_before_calling_cpp_dtor())
+      .def(py::init<CudaGpu, NcclApi>(), arg("gpu"), arg("nccl"))
+      .def("add", &add_edge, arg("unique_id"), arg("rank"), arg("direction"), arg("name"), arg("ctas"),
+           "A communicator, to be made by connect().")
+      .def("connect", &NcclEdges::connect, arg("policy"), Released(),
+           "Makes all communicators and connects them; returns when the other ends have done so too.");
   py::class_<NcclGroup, std::shared_ptr<NcclGroup>>(module, "NcclGroup",
                                                     "Transfers held back; see csrc/link/nccl/nccl_group.hpp.")
       .def(py::init<>())
@@ -99,8 +104,9 @@ void register_nccl_links(py::module_& module) {
            }),
            arg("hub"), arg("peer"), arg("link"), arg("edge"), arg("allocate"), arg("slots"), arg("group"),
            py::keep_alive<1, 2>());
-  py::class_<NcclWatchdog>(module, "NcclWatchdog", "Looks after communicators; see csrc/link/nccl/nccl_watchdog.hpp.")
-      .def(py::init([](Hub& hub, std::vector<std::shared_ptr<NcclEdge>> edges, double limit, std::size_t ranks) {
+  py::class_<NcclWatchdog>(module, "NcclWatchdog", "Looks after communicators; see csrc/link/nccl/nccl_watchdog.hpp.",
+                           py::release_gil_before_calling_cpp_dtor())
+      .def(py::init([](Hub& hub, std::shared_ptr<NcclEdges> edges, double limit, std::size_t ranks) {
              return std::make_unique<NcclWatchdog>(
                  hub, std::move(edges),
                  std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(limit)), ranks);
@@ -125,6 +131,10 @@ void register_gpu(py::module_& module) {
       .def_property_readonly("version", &cuda::Api::version)
       .def("device_names", &cuda::Api::device_names, Released(),
            "The GPUs that this process may use. Initializes the driver. Raises CoreError without any.");
+  py::class_<cuda::Gpu, CudaGpu>(module, "CudaGpu", "A GPU and its primary context.")
+      .def(py::init([](const CudaApi& api, int ordinal) { return std::make_shared<cuda::Gpu>(api, ordinal); }),
+           arg("cuda"), arg("ordinal"), Released())
+      .def_property_readonly("multiprocessors", &cuda::Gpu::multiprocessors);
   module.def(
       "open_cuda", [](const std::string& override_path) { return as_pair(cuda::Api::load(override_path)); },
       arg("override_path"), Released(),
@@ -133,7 +143,6 @@ void register_gpu(py::module_& module) {
   py::class_<nccl::Api, NcclApi>(module, "NcclLibrary", "One copy of NCCL.")
       .def_property_readonly("path", &nccl::Api::path)
       .def_property_readonly("version", &nccl::Api::version)
-      .def_property_readonly("absent", &nccl::Api::absent, "Optional functions that this release lacks.")
       .def("unique_id",
            [](const nccl::Api& api) {
              const nccl::UniqueId id = [&] {
@@ -142,8 +151,13 @@ void register_gpu(py::module_& module) {
              }();
              return py::bytes(id.internal, sizeof(id.internal));
            })
-      .def("try_communicator", &nccl::try_communicator, arg("policy"), Released(),
-           "Makes a communicator of one rank and takes it down. Raises CoreError with what NCCL says.");
+      .def(
+          "try_communicator",
+          [](const NcclApi& api, const std::optional<CudaGpu>& gpu, const WaitPolicy& policy) {
+            nccl::try_communicator(api, gpu.value_or(nullptr), policy);
+          },
+          arg("gpu"), arg("policy"), Released(),
+          "Makes a communicator of one rank and takes it down. Raises CoreError with what NCCL says.");
   module.def(
       "open_nccl",
       [](const std::string& override_path, const std::vector<std::string>& candidates) {

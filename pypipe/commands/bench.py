@@ -162,7 +162,7 @@ def measure(world: Any, sizes: Sequence[int] = SIZES, only: tuple[int, int] | No
     links = {Channel(Kind.F, a, b): Link(Kind.F, a, b) for a, b in ways}
     slots = dict.fromkeys(links, _SLOTS)
     connection = connect(
-        world, torch.device("cpu"), links, slots, Config(schedule="bench"), lambda configs: None, _TIMEOUT
+        world, torch.device("cpu"), links, lambda _: slots, Config(schedule="bench"), lambda configs: None, _TIMEOUT
     )
     prefix = f"pypipe/bench/{world.name}/{world.rendezvous()}"
     measured = []

@@ -44,7 +44,6 @@ class Library:
     version: str | None = None
     problem: str | None = None  # why it can't be used
     broken: bool = False  # it is there, or was asked for, and can't be used
-    absent: list[str] = field(default_factory=list)  # functions that this release lacks
 
 
 @dataclass
@@ -180,7 +179,7 @@ def _inspect_cuda(report: Report) -> None:
 def _inspect_nccl(report: Report) -> None:
     from pypipe._core import CoreError, WaitPolicy
     from pypipe.runtime import environment
-    from pypipe.runtime.libraries import find_nccl
+    from pypipe.runtime.libraries import find_nccl, gpu
 
     nccl = report.nccl
     try:
@@ -191,11 +190,11 @@ def _inspect_nccl(report: Report) -> None:
     if library is None:
         nccl.problem, nccl.broken = reason, bool(environment.read("PYPIPE_NCCL_LIBRARY"))
         return
-    nccl.path, nccl.version, nccl.absent = library.path, _nccl_version(library.version), library.absent
+    nccl.path, nccl.version = library.path, _nccl_version(library.version)
     if not report.gpus:
         return
     try:
-        library.try_communicator(WaitPolicy(_COMMUNICATOR_TIMEOUT))
+        library.try_communicator(gpu(0), WaitPolicy(_COMMUNICATOR_TIMEOUT))
         report.communicator = "works"
     except CoreError as error:
         report.communicator = str(error)
@@ -236,35 +235,9 @@ def _explain(report: Report) -> None:
         notes.append(f"There is no NCCL, so stages on GPUs can't reach each other. {NCCL_MISSING}.")
     elif nccl.path is None:
         notes.append("There is no NCCL; only stages on GPUs need it.")
-    if nccl.absent:
-        notes.append(
-            f"NCCL {nccl.version} lacks {', '.join(nccl.absent)}: receive buffers are not registered with it, which "
-            "costs one copy a message and nothing else."
-        )
-    notes.extend(_unordered(report))
     notes.extend(_which_nccl(report))
     if (problem := one_queue()) is not None:
         notes.append(problem)
-
-
-def _unordered(report: Report) -> list[str]:
-    """Why two ranks share one communicator here, where they do."""
-    consequence = (
-        "So two ranks have one communicator for all that they exchange, which runs one group of transfers after "
-        "another (PYPIPE_NCCL_COMMUNICATORS=link overrules that)."
-    )
-    nccl, driver = report.nccl.version, report.cuda.version
-    if nccl is not None and _as_numbers(nccl) < (2, 26):
-        return [
-            f"NCCL {nccl} cannot be told to run the communicators of one GPU in the order of the host's calls; "
-            f"2.26 and later can. {consequence}"
-        ]
-    if nccl is not None and driver is not None and _as_numbers(driver) < (12, 3):
-        return [
-            f"With a driver for CUDA {driver} the communicators of one GPU run one after another; with one for 12.3 or "
-            f"later they run at once, in the order of the host's calls. {consequence}"
-        ]
-    return []
 
 
 def _unusable(library: Library, name: str, variable: str) -> str:
@@ -344,7 +317,3 @@ def _cuda_version(number: int) -> str:
 
 def _nccl_version(number: int) -> str:
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
-
-
-def _as_numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("."))

@@ -104,7 +104,7 @@ def dumps_csv(program: Program) -> str:
     """Write a program as CSV, with transfers where it has them, as torch's schedules load it.
 
     torch's formats are "compute_only" for a program without transfers and "compute_comms" for one with. It runs all
-    transfers of two ranks in one order, so give it `lower(program, single_communicator=True)`. It knows one
+    transfers of two ranks in one order, so give it `lower(program, synchronous=True)`. It knows one
     chain of stages only: only pypipe can load a bidirectional program.
     """
     table = io.StringIO(newline="")

@@ -11,9 +11,9 @@ from functools import partial
 from pypipe.errors import ConfigurationError
 from pypipe.program.actions import Action, Kind
 from pypipe.program.data_parallel import put_back
+from pypipe.program.exchanges import order_exchanges
 from pypipe.program.messages import Messages
 from pypipe.program.programs import Link, Program
-from pypipe.program.single_communicator.ordering import pair_transfers
 from pypipe.program.verification.lifetimes import fewest_slots
 from pypipe.program.verification.positions import find_positions
 from pypipe.program.walk import Policy, walk
@@ -23,7 +23,7 @@ _SEND = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B, Kind.I: Kind.SEND_B}
 _action = partial(tuple.__new__, Action)
 
 
-def lower(program: Program, *, single_communicator: bool = False) -> Program:
+def lower(program: Program, *, synchronous: bool = False) -> Program:
     """Insert the transfers into a program.
 
     A RECV posts a receive into a free slot and blocks nothing; the F, B or I that uses the message waits for
@@ -37,13 +37,13 @@ def lower(program: Program, *, single_communicator: bool = False) -> Program:
     sends to each other (looped BFS with more microbatches than ranks), one of the channels that they wait for gets
     one slot more, until all ranks reach their ends.
 
-    Where each pair of ranks has one communicator, which runs one transfer after another (the NCCL link's fallback), a
-    RECV that is posted early would hold up what comes after it. There both ranks of a pair list their
-    transfers in one order, as `ordering.pair_transfers` says, and slots follow from it.
+    On GPUs a RECV that is posted early would hold up what comes after it, wherever a host waits for its device. There
+    transfers are synchronous: every rank reaches its end even if each transfer blocks both of its ranks until it is
+    over. All ranks list what they exchange in one order, as `exchanges.order_exchanges` says, and slots follow from it.
 
     Args:
         program: without transfers.
-        single_communicator: whether each pair of ranks has one communicator, instead of one for each link.
+        synchronous: whether a transfer may block both of its ranks until it is over, as on GPUs.
 
     Returns:
         The same program with transfers. The time taken is linear in the number of actions.
@@ -63,8 +63,8 @@ def lower(program: Program, *, single_communicator: bool = False) -> Program:
     original, program = program, program.compute_only()
     positions = find_positions(program)
     messages = Messages(program)
-    if single_communicator:
-        return put_back(replace(program, ranks=tuple(map(tuple, pair_transfers(program, messages)))), original)
+    if synchronous:
+        return put_back(replace(program, ranks=tuple(map(tuple, order_exchanges(program, messages)))), original)
     links = _order_of_links(program, messages)
     slots = fewest_slots(program, messages, positions, links.values())
     releasing = (Kind.F,) if positions.is_forward_only else (Kind.B, Kind.W)

@@ -7,12 +7,12 @@ from pypipe.program.programs import Program
 from pypipe.program.verification.proof import Verified, verify
 
 
-def prepare(program: Program, *, single_communicator: bool = False) -> Verified:
+def prepare(program: Program, *, synchronous: bool = False) -> Verified:
     """Lower a program that has no transfers, and verify it; one with transfers is verified as it is.
 
     Args:
         program: with or without transfers.
-        single_communicator: whether each pair of ranks has one communicator, instead of one for each link. A program
+        synchronous: whether a transfer may block both of its ranks until it is over, as on GPUs: see `lower`. A program
             with transfers must have been lowered for it.
 
     Returns:
@@ -22,5 +22,5 @@ def prepare(program: Program, *, single_communicator: bool = False) -> Verified:
     Raises:
         ProgramError: the program is faulty; the message names rank, position and action.
     """
-    lowered = program if program.has_transfers else lower(program, single_communicator=single_communicator)
-    return verify(lowered, single_communicator=single_communicator)
+    lowered = program if program.has_transfers else lower(program, synchronous=synchronous)
+    return verify(lowered, synchronous=synchronous)

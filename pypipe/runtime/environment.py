@@ -31,13 +31,14 @@ VARIABLES: dict[str, Variable] = {
     "PYPIPE_NCCL_COMMUNICATORS": Variable(
         "auto",
         "How many NCCL communicators two ranks have: one for each link, so that transfers of both directions run at "
-        "once (link); one for all, which runs one group of transfers after another (pair); or auto: link, unless NCCL "
-        "or the driver is too old to run several communicators in the order of the host's calls. Alike on all ranks.",
+        "once (link); one for all, which runs one group of transfers after another (pair); or auto: link, unless those "
+        "of some rank would take more than half of its GPU's multiprocessors. Alike on all ranks.",
     ),
     "PYPIPE_NCCL_MAX_CTAS": Variable(
-        "4",
+        "auto",
         "How many thread blocks (CTAs) an NCCL communicator may take, 1 to 64: more carry a large message faster, and "
-        "take as many multiprocessors from compute meanwhile. Alike on all ranks.",
+        "take as many multiprocessors from compute meanwhile. By itself: 16 within a host and 4 between hosts, fewer "
+        "where a rank's communicators would take more than half of its GPU. Alike on all ranks.",
     ),
     "PYPIPE_RECORD_DIR": Variable(
         "",
@@ -75,11 +76,6 @@ OTHERS_READ: dict[str, Variable] = {
 """Variables of others that pypipe reads."""
 
 OTHERS_SET: dict[str, Variable] = {
-    "NCCL_LAUNCH_ORDER_IMPLICIT": Variable(
-        "",
-        "Set to 1 in this process when the NCCL link opens, unless it is set already: NCCL 2.26 and later then run the "
-        "communicators of a GPU in the order of the host's calls.",
-    ),
     "NCCL_DEBUG_FILE": Variable(
         "",
         "Set to /dev/stderr by `pypipe doctor` alone, unless it is set already: what NCCL_DEBUG asks for stays out of "

@@ -11,7 +11,17 @@ from pypipe import _core
 from pypipe.errors import ConfigurationError
 from pypipe.runtime import environment
 
-__all__ = ["MAX_CONNECTIONS", "NCCL_MISSING", "NCCL_NAME", "cuda", "find_cuda", "find_nccl", "nccl", "one_queue"]
+__all__ = [
+    "MAX_CONNECTIONS",
+    "NCCL_MISSING",
+    "NCCL_NAME",
+    "cuda",
+    "find_cuda",
+    "find_nccl",
+    "gpu",
+    "nccl",
+    "one_queue",
+]
 
 NCCL_NAME = "libnccl.so.2"
 NCCL_MISSING = (
@@ -74,6 +84,19 @@ def nccl() -> _core.NcclLibrary:
     if library is None:
         raise ConfigurationError(f"no NCCL, so stages on GPUs can't reach each other ({reason}). {NCCL_MISSING}")
     return library
+
+
+@functools.cache
+def gpu(ordinal: int) -> _core.CudaGpu:
+    """A GPU, by its number in this process. Its primary context, which is torch's, is retained.
+
+    Raises:
+        ConfigurationError: there is no usable driver, or no such GPU.
+    """
+    try:
+        return _core.CudaGpu(cuda(), ordinal)
+    except _core.CoreError as error:
+        raise ConfigurationError(f"GPU {ordinal} can't be used: {error}") from error
 
 
 def _known_to_pathfinder() -> list[str]:

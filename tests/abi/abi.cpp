@@ -51,6 +51,11 @@ template <>
 struct Same<pypipe::nccl::Result, ncclResult_t> : SameNumber<pypipe::nccl::Result, ncclResult_t> {};
 template <>
 struct Same<int, ncclDataType_t> : SameNumber<int, ncclDataType_t> {};
+template <>
+struct Same<int, CUdevice_attribute> : SameNumber<int, CUdevice_attribute> {};
+template <>
+struct Same<pypipe::cuda::CaptureMode, CUstreamCaptureMode>
+    : SameNumber<pypipe::cuda::CaptureMode, CUstreamCaptureMode> {};
 
 // Their members are compared below. By value, only trivial structs of the same size and alignment are passed alike.
 template <class Ours, class Theirs>
@@ -90,6 +95,7 @@ static_assert(!Same<pypipe::nccl::CommunicatorHandle*, ncclComm_t>::value);
 #define EXPANDED(name) SPELLED(name)
 
 namespace cuda_functions {
+using pypipe::cuda::CaptureMode;
 using pypipe::cuda::Context;
 using pypipe::cuda::Device;
 using pypipe::cuda::EventHandle;
@@ -107,6 +113,8 @@ static_assert(static_cast<int>(pypipe::cuda::Result::success) == CUDA_SUCCESS);
 static_assert(static_cast<int>(pypipe::cuda::Result::not_ready) == CUDA_ERROR_NOT_READY);
 static_assert(pypipe::cuda::stream_non_blocking == CU_STREAM_NON_BLOCKING);
 static_assert(pypipe::cuda::event_disable_timing == CU_EVENT_DISABLE_TIMING);
+static_assert(pypipe::cuda::attribute_multiprocessor_count == CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
+static_assert(static_cast<int>(pypipe::cuda::CaptureMode::relaxed) == CU_STREAM_CAPTURE_MODE_RELAXED);
 static_assert(std::is_same_v<pypipe::cuda::Device, CUdevice>);
 static_assert(std::is_same_v<pypipe::cuda::Pointer, CUdeviceptr>);
 static_assert(std::is_same_v<CUstream, cudaStream_t>, "torch's streams are the runtime's");
@@ -121,9 +129,6 @@ using pypipe::nccl::UniqueId;
   static_assert(std::string_view(#symbol) == EXPANDED(symbol)); \
   static_assert(abi::Same<Result parameters, decltype(::symbol)>::value, #symbol);
 PYPIPE_NCCL_SYMBOLS(AGREE)
-#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 19, 0)
-PYPIPE_NCCL_OPTIONAL_SYMBOLS(AGREE)
-#endif
 #undef AGREE
 #define AGREE(member, symbol, parameters) \
   static_assert(abi::Same<const char* parameters, decltype(::symbol)>::value, #symbol);

@@ -76,7 +76,7 @@ def test_the_environment_alone_is_listed_without_torch(tmp_path: Path) -> None:
     for name in (*VARIABLES, *OTHERS_READ, *OTHERS_SET):
         assert f"\n{name} " in done.stdout
     assert re.search("^PYPIPE_LINK +c10d +Which link", done.stdout, re.MULTILINE)
-    assert re.search("^PYPIPE_NCCL_MAX_CTAS +4 [(]default[)] +", done.stdout, re.MULTILINE)
+    assert re.search("^PYPIPE_NCCL_MAX_CTAS +auto [(]default[)] +", done.stdout, re.MULTILINE)
     listed = json.loads(run(tmp_path, "--env", "--json", PYPIPE_LINK="shm").stdout)
     assert listed.keys() == {*VARIABLES, *OTHERS_READ, *OTHERS_SET}
     assert listed["PYPIPE_LINK"]["value"] == "shm"
@@ -133,12 +133,6 @@ def test_the_copy_of_nccl_that_torch_uses_is_named(findings: dict[str, Any], sai
         ({"cuda": doctor.Library("CUDA", "/c", problem="cuInit failed: X (34): stub")}, "the stub"),
         ({"gpus": ["H200"], "torch": doctor.Library("torch", "/t", "2.13.0+cpu")}, "install a build of torch for CUDA"),
         ({"gpus": ["H200"]}, "pip install 'pypipe[cu13]'"),
-        ({"nccl": doctor.Library("NCCL", "/n", "2.18.3", absent=["ncclMemAlloc"])}, "lacks ncclMemAlloc"),
-        ({"nccl": doctor.Library("NCCL", "/n", "2.18.3")}, "2.26 and later can. So two ranks have one communicator"),
-        (
-            {"cuda": doctor.Library("CUDA", "/c", "12.2"), "nccl": doctor.Library("NCCL", "/n", "2.28.9")},
-            "for CUDA 12.2 the communicators of one GPU run one after another",
-        ),
         ({"torch": doctor.Library("torch", problem="no", broken=True)}, "torch does not load"),
         ({"core": doctor.Library("core", problem="no", broken=True)}, "install pypipe again"),
     ],

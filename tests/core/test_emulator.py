@@ -187,7 +187,9 @@ def test_what_belongs_to_a_device_needs_its_context(emulator: Emulator, subject:
         run(emulator, "contexts", subject, seed=seed)
 
 
-@pytest.mark.parametrize("subject", ["events", "stream_zero", "queued_zero", "memory", "configurations", "to_oneself", "together"])
+@pytest.mark.parametrize(
+    "subject", ["events", "stream_zero", "queued_zero", "memory", "configurations", "to_oneself", "together"]
+)
 def test_semantics(emulator: Emulator, subject: str) -> None:
     for seed in range(5):
         run(emulator, "semantics", subject, seed=seed)
@@ -268,18 +270,17 @@ def test_the_libraries_have_the_real_names_and_every_function_that_the_product_o
     }
     assert "cuEventRecord" in names["cuda"]
     # What is not the product's, but its users'.
-    others = {"cuCtxSynchronize", "cuDeviceGetAttribute", "cuThreadExchangeStreamCaptureMode"}
-    others |= {"cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuStreamIsCapturing"}
+    others = {"cuCtxSynchronize", "cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuStreamIsCapturing"}
     assert "ncclGetLastError" in names["nccl"]
     optional = {"ncclCommRegister", "ncclCommDeregister", "ncclMemAlloc", "ncclMemFree"}
     for library, wanted in (
         (emulator.cuda, names["cuda"]),
-        (emulator.nccl, names["nccl"]),
-        (emulator.old_nccl, names["nccl"] - optional),
+        (emulator.nccl, names["nccl"] | optional),
+        (emulator.old_nccl, names["nccl"]),
     ):
         listed = subprocess.run(["nm", "-D", "--defined-only", str(library)], capture_output=True, check=True).stdout
         exported = set(re.findall(r" T (\w+)$", listed.decode(), re.M)) - {"_init", "_fini"}
-        assert exported - others == wanted - others, library
+        assert exported - others == wanted, library
         dynamic = subprocess.run(["readelf", "-d", str(library)], capture_output=True, check=True).stdout.decode()
         assert f"Library soname: [{library.name}]" in dynamic
 

@@ -132,9 +132,7 @@ void pypipe_emulator_freed(void* data, size_t bytes) {
 
 void pypipe_emulator_recycled(void* data, size_t bytes, void* stream) {
   PYPIPE_EMULATOR_ENTER();
-  engine().memory.take_from_pending(lock, range_of(data, bytes));
   announce(lock, data, bytes, stream, "later use of freed memory", true);
-  std::memset(data, poison, bytes);
 }
 
 void pypipe_emulator_launch(void* stream, const char* name, void (*run)(void*), void* argument,

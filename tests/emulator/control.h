@@ -107,8 +107,8 @@ void pypipe_emulator_writes(void* data, size_t bytes, void* stream, const char* 
 void pypipe_emulator_allocated(const void* data, size_t bytes);
 void pypipe_emulator_freed(void* data, size_t bytes);
 
-// The same for memory whose allocator belongs to a stream, as torch's does: what uses it next is later work of that
-// stream, which the host need not have waited for.
+// For memory whose allocator belongs to a stream, as torch's does: what uses it next is later work of that stream, which
+// counts as a write. The host need not have waited for anything: operations that the stream waits for may still read it.
 void pypipe_emulator_recycled(void* data, size_t bytes, void* stream);
 
 // A kernel: `run(argument)` on the stream's own thread, occupying the device, with the accesses that are declared.

@@ -152,7 +152,7 @@ class Control:
         self._function("freed")(ctypes.c_void_p(data), ctypes.c_size_t(size))
 
     def recycled(self, data: int, size: int, stream: int) -> None:
-        """As freed(), by an allocator that gives the memory to later work of the stream."""
+        """Freed to an allocator that gives it to later work of the stream. It stays as it is until that work comes."""
         self._function("recycled")(ctypes.c_void_p(data), ctypes.c_size_t(size), ctypes.c_void_p(stream))
 
     def settle(self, stream: int) -> None:

@@ -1,5 +1,6 @@
 // libcuda.so.1: every function locks the engine and hands over.
 #include <cstring>
+#include <utility>
 
 #include "abi.hpp"
 #include "enter.hpp"
@@ -17,7 +18,6 @@ constexpr auto invalid_device = static_cast<cuda::Result>(101);
 constexpr auto invalid_handle = static_cast<cuda::Result>(400);
 
 constexpr auto invalid_context = static_cast<cuda::Result>(201);
-constexpr int multiprocessor_count = 16;  // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 
 // As PYPIPE_EMULATOR_ENTER, of what needs a current context.
 #define PYPIPE_EMULATOR_ENTER_CONTEXT() \
@@ -109,7 +109,7 @@ cuda::Result cuDeviceGetName(char* name, int bytes, cuda::Device device) {
 
 cuda::Result cuDeviceGetAttribute(int* value, int attribute, cuda::Device device) {
   PYPIPE_EMULATOR_ENTER();
-  if (value == nullptr || attribute != multiprocessor_count) return invalid_value;
+  if (value == nullptr || attribute != cuda::attribute_multiprocessor_count) return invalid_value;
   if (!is_device(device)) return invalid_device;
   *value = static_cast<int>(engine().knobs.multiprocessors);
   return cuda::Result::success;
@@ -344,9 +344,9 @@ cuda::Result cuStreamIsCapturing(cuda::StreamHandle handle, int* status) {
   return cuda::Result::success;
 }
 
-cuda::Result cuThreadExchangeStreamCaptureMode(int* mode) {
-  if (mode == nullptr || *mode < 0 || *mode > 2) return invalid_value;
-  *mode = static_cast<int>(Captures::exchange(static_cast<CaptureMode>(*mode)));
+cuda::Result cuThreadExchangeStreamCaptureMode(cuda::CaptureMode* mode) {
+  if (mode == nullptr || static_cast<unsigned>(*mode) > 2) return invalid_value;
+  *mode = static_cast<cuda::CaptureMode>(Captures::exchange(static_cast<CaptureMode>(*mode)));
   return cuda::Result::success;
 }
 }

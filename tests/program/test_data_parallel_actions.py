@@ -23,18 +23,16 @@ def program(*lines: str) -> Program:
     return Program("test", 2, tuple(range(len(lines))), ranks)
 
 
-@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("synchronous", [False, True])
 @pytest.mark.parametrize("name", builder_names())
-def test_every_schedule_reduces_each_stage_once_after_its_last_gradient(name: str, pairs: bool) -> None:
+def test_every_schedule_reduces_each_stage_once_after_its_last_gradient(name: str, synchronous: bool) -> None:
     plain = build(name, 4, 8)
-    if pairs and len(plain.chains) > 1:
-        pytest.skip("two copies of the model need a communicator for each link")
     stages = range(plain.n_stages)
-    lowered = add_stage_actions(lower(plain, single_communicator=pairs), reduced=stages, sharded=stages)
-    verify(lowered, single_communicator=pairs)
+    lowered = add_stage_actions(lower(plain, synchronous=synchronous), reduced=stages, sharded=stages)
+    verify(lowered, synchronous=synchronous)
     # Nothing else moves, and lowering after them comes to the same.
     assert lowered.compute_only() == plain
-    assert lower(lowered.without_transfers(), single_communicator=pairs) == lowered
+    assert lower(lowered.without_transfers(), synchronous=synchronous) == lowered
     for stage in stages:
         if not plain.microbatches_of(stage):
             continue

@@ -8,11 +8,11 @@ from pypipe.program import ProgramError, build, builder_names, loads_csv, lower,
 
 
 @pytest.mark.parametrize("name", builder_names())
-@pytest.mark.parametrize("single_communicator", [False, True])
-def test_a_program_without_transfers_is_lowered_and_verified(name: str, single_communicator: bool) -> None:
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_a_program_without_transfers_is_lowered_and_verified(name: str, synchronous: bool) -> None:
     program = build(name, 2, 3)
-    by_hand = verify(lower(program, single_communicator=single_communicator), single_communicator=single_communicator)
-    assert prepare(program, single_communicator=single_communicator) == by_hand
+    by_hand = verify(lower(program, synchronous=synchronous), synchronous=synchronous)
+    assert prepare(program, synchronous=synchronous) == by_hand
 
 
 def test_a_program_with_transfers_stays_as_it_is() -> None:
@@ -24,11 +24,11 @@ def test_a_program_with_transfers_stays_as_it_is() -> None:
     assert lower(program.without_transfers()) != program
 
 
-def test_transfers_for_other_communicators_are_refused() -> None:
+def test_transfers_that_would_block_are_refused() -> None:
     lowered = lower(one_f_one_b(2, 4))
     assert prepare(lowered).program is lowered
-    with pytest.raises(ProgramError, match="deadlock: rank 0, position 2, 0SEND_F0 never gets to run"):
-        prepare(lowered, single_communicator=True)
+    with pytest.raises(ProgramError, match="deadlock: rank 0, position 0, 0RECV_B0 never gets to run"):
+        prepare(lowered, synchronous=True)
 
 
 def test_one_rank_needs_no_transfers_and_no_slots() -> None:

@@ -127,8 +127,8 @@ def test_what_we_write_is_loaded_by_torch(name: str, n_microbatches: int, tmp_pa
     dump_csv(program, path)
     assert load_csv(path, name=program.name) == program
     runtime._load_csv(str(path), format="compute_only")
-    for single_communicator in (False, True):
-        lowered = lower(program, single_communicator=single_communicator)
+    for synchronous in (False, True):
+        lowered = lower(program, synchronous=synchronous)
         dump_csv(lowered, path)
         assert load_csv(path, name=program.name) == lowered
         runtime._load_csv(str(path), format="compute_comms")

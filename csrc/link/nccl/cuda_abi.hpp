@@ -8,6 +8,7 @@ namespace pypipe::cuda {
 
 // CUresult; other values are only reported.
 enum class Result : int { success = 0, not_ready = 600 };
+enum class CaptureMode : int { relaxed = 2 };  // CUstreamCaptureMode
 
 struct CUctx_st;
 struct CUstream_st;
@@ -19,8 +20,9 @@ using StreamHandle = CUstream_st*;   // CUstream, which is cudaStream_t
 using EventHandle = CUevent_st*;     // CUevent
 using Pointer = unsigned long long;  // CUdeviceptr
 
-inline constexpr unsigned stream_non_blocking = 1;   // CU_STREAM_NON_BLOCKING
-inline constexpr unsigned event_disable_timing = 2;  // CU_EVENT_DISABLE_TIMING
+inline constexpr unsigned stream_non_blocking = 1;         // CU_STREAM_NON_BLOCKING
+inline constexpr unsigned event_disable_timing = 2;        // CU_EVENT_DISABLE_TIMING
+inline constexpr int attribute_multiprocessor_count = 16;  // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 
 // X(member, exported name, parameters): every function returns a CUresult. All of them are in every driver
 // that runs CUDA 11 or later. An exported name with a suffix is the one that cuda.h gives to the plain name;
@@ -33,6 +35,7 @@ inline constexpr unsigned event_disable_timing = 2;  // CU_EVENT_DISABLE_TIMING
   X(device_get_count, cuDeviceGetCount, (int* count))                                                 \
   X(device_get, cuDeviceGet, (Device * device, int ordinal))                                          \
   X(device_get_name, cuDeviceGetName, (char* name, int bytes, Device device))                         \
+  X(device_get_attribute, cuDeviceGetAttribute, (int* value, int attribute, Device device))           \
   X(primary_context_retain, cuDevicePrimaryCtxRetain, (Context * context, Device device))             \
   X(primary_context_release, cuDevicePrimaryCtxRelease_v2, (Device device))                           \
   X(context_get_current, cuCtxGetCurrent, (Context * context))                                        \
@@ -43,6 +46,7 @@ inline constexpr unsigned event_disable_timing = 2;  // CU_EVENT_DISABLE_TIMING
   X(stream_query, cuStreamQuery, (StreamHandle stream))                                               \
   X(stream_synchronize, cuStreamSynchronize, (StreamHandle stream))                                   \
   X(stream_wait_event, cuStreamWaitEvent, (StreamHandle stream, EventHandle event, unsigned flags))   \
+  X(exchange_capture_mode, cuThreadExchangeStreamCaptureMode, (CaptureMode * mode))                   \
   X(event_create, cuEventCreate, (EventHandle * event, unsigned flags))                               \
   X(event_destroy, cuEventDestroy_v2, (EventHandle event))                                            \
   X(event_record, cuEventRecord, (EventHandle event, StreamHandle stream))                            \

@@ -5,17 +5,16 @@
 #include <utility>
 #include <vector>
 
-#include "link/nccl/cuda_api.hpp"
+#include "link/nccl/cuda_gpu.hpp"
 
 namespace pypipe::cuda {
 
-using ApiPointer = std::shared_ptr<const Api>;
-
-// A non-blocking stream of the highest priority in the current context. The destructor does not wait: the driver keeps
-// queued work until it has run.
+// A non-blocking stream of the highest priority. The destructor does not wait: the driver keeps queued work until it has
+// run.
 class Stream {
  public:
-  explicit Stream(ApiPointer api) : api_(std::move(api)) {
+  explicit Stream(const Gpu& gpu) : api_(gpu.api()) {
+    const Current current(gpu);
     int least = 0;
     int greatest = 0;
     api_->check(api_->context_get_priority_range(&least, &greatest));
@@ -35,7 +34,8 @@ class Stream {
 // An event without timing.
 class Event {
  public:
-  explicit Event(ApiPointer api) : api_(std::move(api)) {
+  explicit Event(const Gpu& gpu) : api_(gpu.api()) {
+    const Current current(gpu);
     api_->check(api_->event_create(&handle_, event_disable_timing));
   }
   Event(Event&& other) noexcept : api_(std::move(other.api_)), handle_(std::exchange(other.handle_, nullptr)) {}
@@ -53,6 +53,7 @@ class Event {
   void record(StreamHandle stream) const { api_->check(api_->event_record(handle_, stream)); }
   // Work that is enqueued on `stream` from now on runs after what was recorded last.
   void hold_up(StreamHandle stream) const { api_->check(api_->stream_wait_event(stream, handle_, 0)); }
+  [[nodiscard]] EventHandle handle() const noexcept { return handle_; }
   [[nodiscard]] bool done() const { return api_->ready(api_->event_query(handle_)); }
 
  private:
@@ -63,10 +64,10 @@ class Event {
 // Events for reuse: a steady state creates no new ones.
 class EventPool {
  public:
-  explicit EventPool(ApiPointer api) : api_(std::move(api)) {}
+  explicit EventPool(GpuPointer gpu) : gpu_(std::move(gpu)) {}
 
   [[nodiscard]] Event take() {
-    if (free_.empty()) return Event(api_);
+    if (free_.empty()) return Event(*gpu_);
     Event event = std::move(free_.back());
     free_.pop_back();
     return event;
@@ -74,7 +75,7 @@ class EventPool {
   void give_back(Event event) { free_.push_back(std::move(event)); }
 
  private:
-  ApiPointer api_;
+  GpuPointer gpu_;
   std::vector<Event> free_;
 };
 

@@ -88,13 +88,6 @@ struct Config {
   X(receive, ncclRecv,                                                                               \
     (void* data, std::size_t count, int type, int peer, CommunicatorHandle communicator, cuda::StreamHandle stream))
 
-// The same, present from 2.19 on.
-#define PYPIPE_NCCL_OPTIONAL_SYMBOLS(X)                                                                               \
-  X(comm_register, ncclCommRegister, (CommunicatorHandle communicator, void* data, std::size_t bytes, void** handle)) \
-  X(comm_deregister, ncclCommDeregister, (CommunicatorHandle communicator, void* handle))                             \
-  X(memory_allocate, ncclMemAlloc, (void** data, std::size_t bytes))                                                  \
-  X(memory_free, ncclMemFree, (void* data))
-
 // These return text.
 #define PYPIPE_NCCL_TEXT_SYMBOLS(X)                        \
   X(get_error_string, ncclGetErrorString, (Result result)) \

@@ -1,8 +1,9 @@
 #include "link/nccl/nccl_api.hpp"
 
 #include <algorithm>
-#include <thread>
+#include <optional>
 
+#include "base/bounded_call.hpp"
 #include "base/error.hpp"
 
 namespace pypipe::nccl {
@@ -32,23 +33,6 @@ const char* name(Result result) noexcept {
   return "an error newer than pypipe";
 }
 
-// Aborts a communicator at the end of the scope, unless it has been released.
-class AbortGuard {
- public:
-  AbortGuard(const Api& api, CommunicatorHandle communicator) noexcept : api_(api), communicator_(communicator) {}
-  AbortGuard(const AbortGuard&) = delete;
-  AbortGuard& operator=(const AbortGuard&) = delete;
-  ~AbortGuard() {
-    // The error that led here is the one to report, not this one.
-    if (communicator_ != nullptr) static_cast<void>(api_.comm_abort(communicator_));
-  }
-  void give_up() noexcept { communicator_ = nullptr; }
-
- private:
-  const Api& api_;
-  CommunicatorHandle communicator_;
-};
-
 }  // namespace
 
 Found<std::shared_ptr<const Api>> Api::load(const std::string& override_path,
@@ -60,8 +44,7 @@ Found<std::shared_ptr<const Api>> Api::load(const std::string& override_path,
 
 #define PYPIPE_INITIALIZE(member, symbol, parameters) member(library, #symbol),
 Api::Api(const Library& library)
-    : PYPIPE_NCCL_SYMBOLS(PYPIPE_INITIALIZE) PYPIPE_NCCL_OPTIONAL_SYMBOLS(PYPIPE_INITIALIZE)
-          PYPIPE_NCCL_TEXT_SYMBOLS(PYPIPE_INITIALIZE) library_(library) {
+    : PYPIPE_NCCL_SYMBOLS(PYPIPE_INITIALIZE) PYPIPE_NCCL_TEXT_SYMBOLS(PYPIPE_INITIALIZE) library_(library) {
 #undef PYPIPE_INITIALIZE
   std::vector<const char*> missing;
 #define PYPIPE_COLLECT(member, symbol, parameters) \
@@ -91,15 +74,6 @@ void Api::fail(const Status& status) const {
   throw Error(Fault::system, message);
 }
 
-std::vector<std::string> Api::absent() const {
-  std::vector<std::string> names;
-#define PYPIPE_COLLECT(member, symbol, parameters) \
-  if (!(member)) names.emplace_back(#symbol);
-  PYPIPE_NCCL_OPTIONAL_SYMBOLS(PYPIPE_COLLECT)
-#undef PYPIPE_COLLECT
-  return names;
-}
-
 std::string version_text(int version) {
   // Up to 2.8 the number had one digit fewer.
   const int minors = version < 10000 ? 10 : 100;
@@ -110,30 +84,12 @@ std::string version_text(int version) {
 Config make_config(int version, const CommunicatorOptions& options) noexcept {
   Config config;
   config.version = static_cast<unsigned>(std::min(version, config_version));
-  config.blocking = 0;
+  config.blocking = 1;
   config.split_share = 0;
   config.min_ctas = options.min_ctas;
   config.max_ctas = options.max_ctas;
   config.comm_name = options.name;
-  if (options.launch_order_implicit) config.launch_order_implicit = 1;
   return config;
-}
-
-void settle(const Api& api, CommunicatorHandle communicator, const char* what, const WaitPolicy& policy) {
-  using std::chrono::microseconds;
-  const auto deadline = std::chrono::steady_clock::now() + policy.timeout;
-  microseconds pause{10};
-  for (;;) {
-    Result result = Result::success;
-    api.check(api.comm_get_async_error(communicator, &result));
-    if (result != Result::in_progress) return api.check(result, what);
-    if (std::chrono::steady_clock::now() >= deadline) {
-      throw Error(Fault::timeout, std::string(what) + " is still in progress on a communicator");
-    }
-    if (policy.interruption) policy.interruption();
-    std::this_thread::sleep_for(pause);
-    pause = std::min(2 * pause, microseconds(2000));
-  }
 }
 
 UniqueId make_unique_id(const Api& api) {
@@ -142,17 +98,16 @@ UniqueId make_unique_id(const Api& api) {
   return id;
 }
 
-void try_communicator(const Api& api, const WaitPolicy& policy) {
-  Config config = make_config(api.version(), CommunicatorOptions{1, 1, "pypipe try", false});
-  CommunicatorHandle communicator = nullptr;
-  const Status status = api.comm_init_rank_config(&communicator, 1, make_unique_id(api), 0, &config);
-  AbortGuard guard(api, communicator);
-  api.check(status);
-  settle(api, communicator, "ncclCommInitRankConfig", policy);
-  api.check(api.comm_finalize(communicator));
-  settle(api, communicator, "ncclCommFinalize", policy);
-  guard.give_up();
-  api.check(api.comm_destroy(communicator));
+void try_communicator(const std::shared_ptr<const Api>& api, const cuda::GpuPointer& gpu, const WaitPolicy& policy) {
+  BoundedCall call([api, gpu] {
+    std::optional<cuda::Current> current;
+    if (gpu) current.emplace(*gpu);
+    Config config = make_config(api->version(), CommunicatorOptions{1, 1, "pypipe try"});
+    CommunicatorHandle communicator = nullptr;
+    api->check(api->comm_init_rank_config(&communicator, 1, make_unique_id(*api), 0, &config));
+    api->check(api->comm_destroy(communicator));
+  });
+  call.wait(policy, "making a communicator of one rank");
 }
 
 }  // namespace pypipe::nccl

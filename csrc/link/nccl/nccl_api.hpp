@@ -7,6 +7,7 @@
 
 #include "base/library.hpp"
 #include "base/wait.hpp"
+#include "link/nccl/cuda_gpu.hpp"
 #include "link/nccl/nccl_abi.hpp"
 
 namespace pypipe::nccl {
@@ -23,13 +24,11 @@ class Api {
 
 #define PYPIPE_DECLARE(member, symbol, parameters) const Symbol<Result parameters> member;
   PYPIPE_NCCL_SYMBOLS(PYPIPE_DECLARE)
-  PYPIPE_NCCL_OPTIONAL_SYMBOLS(PYPIPE_DECLARE)  // false where the release lacks it
 #undef PYPIPE_DECLARE
 
-  // Throws Error{system} with the function, the error, its number and NCCL's last warning, unless the call succeeded or,
-  // on a non-blocking communicator, is in progress: comm_get_async_error then tells how it ends.
+  // Throws Error{system} with the function, the error, its number and NCCL's last warning, unless the call succeeded.
   void check(const Status& status) const {
-    if (status.result != Result::success && status.result != Result::in_progress) fail(status);
+    if (status.result != Result::success) fail(status);
   }
 
   // The same for a result of comm_get_async_error, after a call of `what` (a function's name).
@@ -40,9 +39,6 @@ class Api {
 
   [[nodiscard]] const std::string& path() const noexcept { return library_.path(); }
   [[nodiscard]] int version() const noexcept { return version_; }  // 23007 is 2.30.7
-
-  // The optional functions that this release lacks.
-  [[nodiscard]] std::vector<std::string> absent() const;
 
  private:
   explicit Api(const Library& library);
@@ -56,9 +52,7 @@ class Api {
   int version_ = 0;
 };
 
-[[nodiscard]] inline bool succeeded(const Status& status) noexcept {
-  return status.result == Result::success || status.result == Result::in_progress;
-}
+[[nodiscard]] inline bool succeeded(const Status& status) noexcept { return status.result == Result::success; }
 
 // "2.30.7" for 23007.
 [[nodiscard]] std::string version_text(int version);
@@ -67,21 +61,20 @@ class Api {
 struct CommunicatorOptions {
   int min_ctas = unset;
   int max_ctas = unset;
-  const char* name = nullptr;          // must live as long as the communicator
-  bool launch_order_implicit = false;  // 2.31 and later; older releases have an environment variable for it
+  const char* name = nullptr;  // must live as long as the communicator
 };
 
-// The configuration, for a library of this version, of a non-blocking communicator that shares nothing with others.
+// The configuration, for a library of this version, of a communicator that shares nothing with others.
+//
+// It blocks: a call returns when it has done its work. On a communicator that does not, NCCL starts a thread for the end
+// of every group and answers "in progress" (src/group.cc, groupLaunchNonBlocking, of 2.28.9 and 2.30.7), and the caller
+// has to poll. Calls that may have to wait for other ranks are BoundedCalls instead; there are none in a step.
 [[nodiscard]] Config make_config(int version, const CommunicatorOptions& options) noexcept;
-
-// After a call of `what` (a function's name), polls a non-blocking communicator until the call is no longer in progress.
-// Throws Error{system} with NCCL's error, Error{timeout}, and what `policy.interruption` throws.
-void settle(const Api& api, CommunicatorHandle communicator, const char* what, const WaitPolicy& policy);
 
 [[nodiscard]] UniqueId make_unique_id(const Api& api);
 
-// Checks that NCCL works: makes a communicator of one rank on the current device, and destroys it. Throws what NCCL says
-// if that fails.
-void try_communicator(const Api& api, const WaitPolicy& policy);
+// Checks that NCCL works: makes a communicator of one rank on a GPU, by default on the one that CUDA takes by itself, and
+// destroys it. Throws what NCCL says if that fails.
+void try_communicator(const std::shared_ptr<const Api>& api, const cuda::GpuPointer& gpu, const WaitPolicy& policy);
 
 }  // namespace pypipe::nccl

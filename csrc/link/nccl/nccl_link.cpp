@@ -31,14 +31,14 @@ NcclSendLink::NcclSendLink(Hub& hub, int peer, std::uint32_t link, std::shared_p
       edge_(std::move(edge)),
       allocate_(std::move(allocate)),
       group_(std::move(group)),
-      made_(edge_->cuda()),
-      left_(edge_->cuda()) {}
+      made_(edge_->gpu()),
+      left_(edge_->gpu()) {}
 
 NcclSendLink::~NcclSendLink() = default;
 
-void NcclSendLink::reserve(std::uint32_t /*channel*/, std::uint32_t /*slots*/, std::size_t /*bytes*/,
+void NcclSendLink::reserve(std::uint32_t channel, std::uint32_t slots, std::size_t /*bytes*/,
                            const WaitPolicy& /*policy*/) {
-  // The receiver owns the slots, and learns their size from the envelopes.
+  slots_[channel] = slots;  // the receiver owns them, and learns their size from the envelopes
 }
 
 std::byte* NcclSendLink::staging(std::size_t bytes) {
@@ -85,34 +85,57 @@ std::uint64_t NcclSendLink::send(const Envelope& envelope, std::span<const Part>
     operations_.push_back(0);
     return messages_;
   }
+  const cuda::Current current(edge_->gpu());
   const Outgoing message = prepare(envelope, parts, stream);
-  const auto enqueued = [this, message](nccl::CommunicatorHandle communicator, cuda::StreamHandle on) {
-    enqueue(message, communicator, on);
-  };
-  if (!group_) {
-    operations_.push_back(edge_->run(std::cref(enqueued), policy));
-    return messages_;
-  }
   std::uint64_t& operation = operations_.emplace_back(not_started);
-  group_->add({edge_.get(), [](const WaitPolicy&) { return true; }, enqueued,
-               [this, &operation](std::uint64_t number) {
-                 operation = number;
-                 packed_ = 0;
-               }});
+  NcclTransfer transfer{edge_.get(), [](const WaitPolicy&) { return true; },
+                        [this, message](nccl::CommunicatorHandle communicator, cuda::StreamHandle on) {
+                          enqueue(message, communicator, on);
+                        },
+                        [this, &operation](std::uint64_t number) {
+                          operation = number;
+                          packed_ = 0;
+                        }};
+  if (group_) {
+    group_->add(std::move(transfer));
+  } else {
+    issue(transfer, policy);
+  }
+  limit(envelope.channel, stream);
   return messages_;
+}
+
+void NcclSendLink::limit(std::uint32_t channel, Stream stream) {
+  std::deque<std::uint64_t>& messages = unlimited_[channel];
+  messages.push_back(messages_);
+  if (messages.size() <= slots_[channel]) return;
+  const std::uint64_t message = messages.front();
+  messages.pop_front();
+  if (message <= awaited_) return;
+  const std::uint64_t gone = messages_ - operations_.size();
+  if (message > gone) {
+    const std::uint64_t operation = operations_[message - gone - 1];
+    if (operation == not_started) return;  // its group comes later
+    edge_->hold_up(handle(stream), operation);
+  }
+  awaited_ = message;
 }
 
 std::uint64_t NcclSendLink::sent() {
   const std::uint64_t ended = edge_->ended();
   while (!operations_.empty() && operations_.front() <= ended) operations_.pop_front();
-  const std::uint64_t sent = messages_ - operations_.size();
+  const std::uint64_t sent = std::max(messages_ - operations_.size(), awaited_);
   while (!outgrown_.empty() && outgrown_.front().first <= sent) outgrown_.pop_front();
   return sent;
 }
 
 void NcclSendLink::finish(Stream stream) {
-  if (finished_ == messages_) return;
-  finished_ = messages_;
+  if (awaited_ == messages_) return;
+  if (!operations_.empty() && operations_.back() == not_started) {
+    throw Error(Fault::usage, "messages are waited for before their group was issued");
+  }
+  awaited_ = messages_;
+  const cuda::Current current(edge_->gpu());
   left_.record(edge_->stream().handle());
   left_.hold_up(handle(stream));
 }
@@ -126,7 +149,7 @@ NcclReceiveLink::NcclReceiveLink(Hub& hub, int peer, std::uint32_t link, std::sh
       edge_(std::move(edge)),
       allocate_(std::move(allocate)),
       group_(std::move(group)),
-      events_(edge_->cuda()) {
+      events_(edge_->shared_gpu()) {
   for (const auto& [channel, count] : slots) lanes_[channel].slots = count;
 }
 
@@ -137,50 +160,35 @@ void NcclReceiveLink::await(cuda::Event event, cuda::StreamHandle stream) {
   events_.give_back(std::move(event));  // the stream waits for what is recorded now, whatever is recorded later
 }
 
-bool NcclReceiveLink::has_room(const Envelope& envelope) const {
-  const auto found = lanes_.find(envelope.channel);
-  if (found == lanes_.end()) {
-    throw Error(Fault::protocol, "rank " + std::to_string(peer_) + " sent a message of channel " +
-                                     std::to_string(envelope.channel) + ", which is not on this link");
-  }
-  return found->second.alive < found->second.slots;
-}
-
 Envelope NcclReceiveLink::take(const WaitPolicy& policy) {
   return envelope_of(hub_.take(peer_, FrameType::envelope, link_, policy));
 }
 
+NcclTransfer NcclReceiveLink::transfer(Stream stream) {
+  const auto message = std::make_shared<Started*>();
+  return {edge_.get(),
+          [this, message, stream](const WaitPolicy& policy) {
+            const Envelope envelope = take(policy);
+            const cuda::Current current(edge_->gpu());
+            *message = &place(envelope, stream);
+            return envelope.bytes > 0;
+          },
+          [this, message](nccl::CommunicatorHandle communicator, cuda::StreamHandle on) {
+            enqueue((*message)->arrival, communicator, on);
+          },
+          [this, message](std::uint64_t) { note_arrival(**message); }};
+}
+
 void NcclReceiveLink::post(std::uint32_t /*channel*/, Stream stream, const WaitPolicy& policy) {
-  if (group_) {
-    const auto message = std::make_shared<Started*>();
-    group_->add({edge_.get(),
-                 [this, message, stream](const WaitPolicy& waiting) {
-                   *message = &place(take(waiting), stream);
-                   return (*message)->arrival.envelope.bytes > 0;
-                 },
-                 [this, message](nccl::CommunicatorHandle communicator, cuda::StreamHandle on) {
-                   enqueue((*message)->arrival, communicator, on);
-                 },
-                 [this, message](std::uint64_t) { note_arrival(**message); }});
-    return;
-  }
-  // Starts to receive what has been announced, as far as slots are free, while the stream is busy with other work.
-  while (auto frame = hub_.try_take(peer_, FrameType::envelope, link_)) {
-    waiting_.push_back(envelope_of(*frame));
-  }
-  while (!waiting_.empty() && has_room(waiting_.front())) {
-    start(waiting_.front(), stream, policy);
-    waiting_.pop_front();
-  }
+  if (group_) return group_->add(transfer(stream));
+  const cuda::Current current(edge_->gpu());
+  issue(transfer(stream), policy);
 }
 
 void NcclReceiveLink::grow(Lane& lane, std::size_t bytes, Stream stream) {
   lane.bytes = slot_size(bytes);
   lane.generation += 1;
-  const std::shared_ptr<void> memory = allocate_(lane.bytes * lane.slots);
-  void* const registration = edge_->register_memory(memory.get(), lane.bytes * lane.slots);
-  // The registration ends before the memory is freed.
-  lane.memory = {memory.get(), [memory, registration, edge = edge_](void*) { edge->deregister_memory(registration); }};
+  lane.memory = allocate_(lane.bytes * lane.slots);
   // Fresh memory may still be in use by earlier work of the compute stream.
   cuda::Event given = events_.take();
   given.record(handle(stream));
@@ -190,11 +198,13 @@ void NcclReceiveLink::grow(Lane& lane, std::size_t bytes, Stream stream) {
 }
 
 NcclReceiveLink::Started& NcclReceiveLink::place(const Envelope& envelope, Stream stream) {
-  if (!has_room(envelope)) {
-    throw Error(Fault::usage, "a message of channel " + std::to_string(envelope.channel) + " from rank " +
-                                  std::to_string(peer_) + " finds no free slot: the program was not verified");
-  }
-  Lane& lane = lanes_[envelope.channel];
+  const auto what = [&] {
+    return "a message of channel " + std::to_string(envelope.channel) + " from rank " + std::to_string(peer_);
+  };
+  const auto found = lanes_.find(envelope.channel);
+  if (found == lanes_.end()) throw Error(Fault::protocol, what() + ", which is not on this link");
+  Lane& lane = found->second;
+  if (lane.alive >= lane.slots) throw Error(Fault::usage, what() + " finds no free slot: the program was not verified");
   if (lane.generation == 0 || envelope.bytes > lane.bytes) grow(lane, envelope.bytes, stream);
   Place place = std::move(lane.free.back());
   lane.free.pop_back();
@@ -216,24 +226,11 @@ void NcclReceiveLink::note_arrival(Started& message) {
   message.arrived->record(edge_->stream().handle());
 }
 
-void NcclReceiveLink::start(const Envelope& envelope, Stream stream, const WaitPolicy& policy) {
-  Started& message = place(envelope, stream);
-  if (envelope.bytes == 0) return;
-  const auto enqueued = [&](nccl::CommunicatorHandle communicator, cuda::StreamHandle on) {
-    enqueue(message.arrival, communicator, on);
-  };
-  edge_->run(std::cref(enqueued), policy);
-  note_arrival(message);
-}
-
-Arrival NcclReceiveLink::receive(Stream stream, const WaitPolicy& policy, WaitHistory& /*history*/) {
+Arrival NcclReceiveLink::receive(Stream stream, const WaitPolicy& /*policy*/, WaitHistory& /*history*/) {
   if (started_.empty()) {
-    if (group_)
-      throw Error(Fault::usage, "a message is used before its receive was issued: the program was not verified");
-    if (waiting_.empty()) waiting_.push_back(take(policy));
-    start(waiting_.front(), stream, policy);
-    waiting_.pop_front();
+    throw Error(Fault::usage, "a message is used before its receive was issued: the program was not verified");
   }
+  const cuda::Current current(edge_->gpu());
   Started next = std::move(started_.front());
   started_.pop_front();
   if (next.arrived) await(*std::move(next.arrived), handle(stream));
@@ -244,6 +241,7 @@ void NcclReceiveLink::release(const Slot& slot, Stream stream) {
   Lane& lane = lanes_[slot.channel];
   lane.alive -= 1;
   if (slot.generation != lane.generation) return;  // a slot of the memory before it grew
+  const cuda::Current current(edge_->gpu());
   cuda::Event read = events_.take();
   read.record(handle(stream));
   lane.free.push_back({slot.index, std::move(read)});

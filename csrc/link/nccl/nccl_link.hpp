@@ -4,8 +4,13 @@
 //   sender    compute that made the tensors -> ncclSend; the tensors are kept until sent() includes the message
 //             last ncclSend of a step -> compute after the step, which may overwrite what was sent (an input, a buffer)
 //   receiver  compute that read the slot's last message -> ncclRecv -> compute that reads this one
+//   sender    ncclSend of message n - slots -> compute after message n: a sender that runs ahead keeps no more messages
+//             than the channel has slots
 // The host only enqueues, and waits for one thing: the envelope, which the sender's host sends over the control socket
-// when it issues the send. Without it the receiver knows neither the size nor the layout.
+// when it issues the send. Without it the receiver knows neither the size nor the layout. post() waits for it, so that a
+// receive is on the device where the program says. Programs are lowered for that (pypipe/program/exchanges.py), and it is
+// what lets a host wait for its device anywhere: all transfers that it has issued have their other ends issued, or will
+// have by ranks that do not wait for this one.
 //
 // One tensor is sent from where it lies. Several are packed by the link's stream into one staging buffer and sent with
 // one ncclSend: the receiver then posts one receive of one size for any tree. One staging buffer is enough, since the
@@ -55,6 +60,8 @@ class NcclSendLink final : public SendLink {
     const void* data = nullptr;
     std::size_t bytes = 0;
   };
+  // Makes the stream wait for the message that is `slots` before this one.
+  void limit(std::uint32_t channel, Stream stream);
   Outgoing prepare(const Envelope& envelope, std::span<const Part> parts, Stream stream);
   [[nodiscard]] std::byte* staging(std::size_t bytes);
   void enqueue(const Outgoing& message, nccl::CommunicatorHandle communicator, cuda::StreamHandle on) const;
@@ -71,7 +78,9 @@ class NcclSendLink final : public SendLink {
   std::size_t packed_ = 0;         // how many of them the current group has filled
   std::deque<std::pair<std::uint64_t, std::shared_ptr<void>>> outgrown_;  // with the last message that used it
   std::uint64_t messages_ = 0;
-  std::uint64_t finished_ = 0;
+  std::uint64_t awaited_ = 0;                     // up to this message, the compute stream waits for what has not ended
+  std::map<std::uint32_t, std::uint32_t> slots_;  // of each channel
+  std::map<std::uint32_t, std::deque<std::uint64_t>> unlimited_;  // messages of each channel that nothing waits for yet
   // For each message that may still be in flight, how many operations the edge had started by then.
   std::deque<std::uint64_t> operations_;
 };
@@ -104,8 +113,7 @@ class NcclReceiveLink final : public ReceiveLink {
     Arrival arrival;
     std::optional<cuda::Event> arrived;
   };
-  [[nodiscard]] bool has_room(const Envelope& envelope) const;
-  void start(const Envelope& envelope, Stream stream, const WaitPolicy& policy);
+  NcclTransfer transfer(Stream stream);
   // Assigns a slot to a message, and makes the link's stream wait until the slot may be overwritten.
   Started& place(const Envelope& envelope, Stream stream);
   void enqueue(const Arrival& message, nccl::CommunicatorHandle communicator, cuda::StreamHandle on) const;
@@ -123,7 +131,6 @@ class NcclReceiveLink final : public ReceiveLink {
   std::shared_ptr<NcclGroup> group_;
   std::map<std::uint32_t, Lane> lanes_;
   cuda::EventPool events_;
-  std::deque<Envelope> waiting_;  // announced, but no slot was free yet
   std::deque<Started> started_;
 };
 

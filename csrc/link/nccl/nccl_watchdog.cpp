@@ -2,7 +2,6 @@
 
 #include <pthread.h>
 
-#include <algorithm>
 #include <csignal>
 #include <exception>
 #include <optional>
@@ -17,10 +16,11 @@ namespace {
 
 constexpr std::chrono::milliseconds period{50};
 constexpr std::chrono::seconds for_answers{1};
+constexpr std::chrono::seconds for_abort{10};  // which goes on after that, without anybody who waits for it
 
 }  // namespace
 
-NcclWatchdog::NcclWatchdog(Hub& hub, std::vector<std::shared_ptr<NcclEdge>> edges, std::chrono::nanoseconds limit,
+NcclWatchdog::NcclWatchdog(Hub& hub, std::shared_ptr<NcclEdges> edges, std::chrono::nanoseconds limit,
                            std::size_t ranks)
     : hub_(hub), edges_(std::move(edges)), limit_(limit), ranks_(ranks) {
   // Signals belong to the threads of the host program.
@@ -43,6 +43,14 @@ NcclWatchdog::~NcclWatchdog() {
 
 void NcclWatchdog::run() noexcept {
   pthread_setname_np(pthread_self(), "pypipe-nccl");
+  std::optional<cuda::Current> current;
+  try {
+    current.emplace(edges_->gpu());
+    // A query by a thread in another mode invalidates whatever a thread of the script captures as a CUDA graph.
+    cuda::CaptureMode mode = cuda::CaptureMode::relaxed;
+    edges_->gpu().api()->check(edges_->gpu().api()->exchange_capture_mode(&mode));
+  } catch (const Error&) {  // NOLINT(bugprone-empty-catch): what it asks from now on fails, and is told
+  }
   std::unique_lock lock(mutex_);
   while (!closing_) {
     lock.unlock();
@@ -57,7 +65,7 @@ void NcclWatchdog::run() noexcept {
 
 void NcclWatchdog::look() {
   if (!hub_.has_failed()) {
-    for (const auto& edge : edges_) {
+    for (const auto& edge : edges_->all()) {
       const std::optional<NcclEdge::Problem> problem = edge->watch(limit_);
       if (!problem) continue;
       if (problem->overdue && hub_.any_rank_is_busy(ranks_, limit_)) {
@@ -78,8 +86,9 @@ void NcclWatchdog::look() {
       break;
     }
   }
-  if (hub_.has_failed()) {
-    for (const auto& edge : edges_) edge->abort();
+  if (hub_.has_failed() && !aborted_) {
+    aborted_ = true;
+    edges_->abort(for_abort);
   }
 }
 
@@ -104,29 +113,30 @@ void NcclWatchdog::close(const WaitPolicy& policy) {
   wake_.notify_all();
   if (thread_.joinable()) thread_.join();
   if (hub_.has_failed()) {
-    for (const auto& edge : edges_) edge->abort();
+    if (!aborted_) edges_->abort(for_abort);
     return;
   }
   // Ranks come here in any order, so each tells all its peers before it waits for any of them. The hub tells those that
   // still need this rank; they fail, and then there is nothing to wait for.
   hub_.leave();
-  for (const auto& edge : edges_) edge->begin_close();
-  const auto deadline = std::chrono::steady_clock::now() + policy.timeout;
   std::exception_ptr interrupted;
-  for (const auto& edge : edges_) {
-    WaitPolicy left = policy;
-    left.interruption = [&] {  // what it throws ends the edge
-      if (interrupted || hub_.has_failed()) throw Error(Fault::aborted, "the pipeline has failed");
-      if (!policy.interruption) return;
-      try {
-        policy.interruption();
-      } catch (...) {
-        interrupted = std::current_exception();
-        throw;
-      }
-    };
-    left.timeout = std::max(deadline - std::chrono::steady_clock::now(), std::chrono::nanoseconds(0));
-    edge->end_close(left);
+  WaitPolicy listening = policy;
+  listening.prolong = nullptr;
+  listening.interruption = [&] {  // what it throws ends the edges
+    if (hub_.has_failed()) throw Error(Fault::aborted, "the pipeline has failed");
+    if (!policy.interruption) return;
+    try {
+      policy.interruption();
+    } catch (...) {
+      interrupted = std::current_exception();
+      throw;
+    }
+  };
+  try {
+    edges_->close(listening);
+  } catch (const Error&) {  // NOLINT(bugprone-empty-catch): they are aborted, and there is nobody left to tell
+  } catch (...) {
+    if (!interrupted) throw;
   }
   if (interrupted) std::rethrow_exception(interrupted);
 }

@@ -10,10 +10,9 @@
 #include <mutex>
 #include <string>
 #include <thread>
-#include <vector>
 
 #include "control/hub.hpp"
-#include "link/nccl/nccl_edge.hpp"
+#include "link/nccl/nccl_edges.hpp"
 
 namespace pypipe {
 
@@ -23,8 +22,7 @@ namespace pypipe {
 // host that waits for the device has no other way to report it.
 class NcclWatchdog {
  public:
-  NcclWatchdog(Hub& hub, std::vector<std::shared_ptr<NcclEdge>> edges, std::chrono::nanoseconds limit,
-               std::size_t ranks);
+  NcclWatchdog(Hub& hub, std::shared_ptr<NcclEdges> edges, std::chrono::nanoseconds limit, std::size_t ranks);
   NcclWatchdog(const NcclWatchdog&) = delete;
   NcclWatchdog& operator=(const NcclWatchdog&) = delete;
   ~NcclWatchdog();
@@ -39,9 +37,10 @@ class NcclWatchdog {
   [[nodiscard]] Cause overdue(const std::string& what);
 
   Hub& hub_;
-  const std::vector<std::shared_ptr<NcclEdge>> edges_;
+  const std::shared_ptr<NcclEdges> edges_;
   const std::chrono::nanoseconds limit_;
   const std::size_t ranks_;
+  bool aborted_ = false;  // the watchdog's own
   std::mutex mutex_;
   std::condition_variable wake_;
   bool closing_ = false;

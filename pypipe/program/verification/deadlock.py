@@ -9,36 +9,44 @@ from pypipe.program.programs import Program
 from pypipe.program.walk import Policy, walk
 
 
-def check_progress(program: Program, messages: Messages) -> None:
+def check_progress(program: Program, messages: Messages, *, synchronous: bool) -> None:
     """Prove that every rank reaches the end of its list when each transfer is a rendezvous.
 
-    A SEND blocks its rank until its RECV has been posted; F, B and I block until their message is there; a
-    RECV and a W never block. The order in which ranks take turns makes no difference to how far each gets,
-    so one run is a proof.
+    A SEND blocks its rank until its RECV has been posted; F, B and I block until their message is there; a W never
+    blocks. A RECV blocks nothing, unless transfers are synchronous: then it blocks its rank until its SEND is there,
+    so that a transfer is over for both ranks before either goes on. The order in which ranks take turns makes no
+    difference to how far each gets, so one run is a proof.
+
+    The synchronous rules are those of a GPU on its worst day. A transfer there is a kernel at either end, which holds
+    its place on the device until the other end runs too; and a host may wait at any time, in code that is not
+    pypipe's, for all that it has queued (a device-wide synchronization, in which the allocator frees memory or a
+    kernel is loaded). Whatever a host waits for then, of what it has listed so far, is over by these rules before it
+    goes on.
 
     Args:
         program: lowered; each SEND has exactly one RECV.
         messages: its messages.
+        synchronous: whether a RECV blocks its rank too.
 
     Raises:
         ProgramError: some ranks wait for each other; the message says what each waits for.
     """
-    walk(program, _Rendezvous(program, messages))
+    walk(program, _Rendezvous(program, messages, synchronous))
 
 
 class _Rendezvous(Policy):
     """Transfers by the rules of `check_progress`."""
 
-    def __init__(self, program: Program, messages: Messages) -> None:
+    def __init__(self, program: Program, messages: Messages, synchronous: bool) -> None:
         super().__init__()
-        self._program, self._messages = program, messages
+        self._program, self._messages, self._synchronous = program, messages, synchronous
         # A rank waits for the arrival of message n under the number n, for its RECV under messages.count + n.
         self._posted, self._arrived = bytearray(messages.count), bytearray(messages.count)
         self._at = [0] * program.n_ranks
 
     def run(self, rank: int) -> Iterator[int]:
         """Go through the rank's list."""
-        posted, arrived, waiting = self._posted, self._arrived, self.waiting
+        posted, arrived, waiting, synchronous = self._posted, self._arrived, self.waiting, self._synchronous
         bases, count = self._messages.bases, self._messages.count
         for position, (stage, kind, microbatch) in enumerate(self._program.ranks[rank]):
             base = bases[kind][stage]
@@ -49,6 +57,8 @@ class _Rendezvous(Policy):
                 posted[message] = 1
                 if count + message in waiting:
                     self.wake(count + message)
+                if not synchronous:
+                    continue
             elif kind.is_send:
                 if not posted[message]:
                     self._at[rank] = position
@@ -56,7 +66,8 @@ class _Rendezvous(Policy):
                 arrived[message] = 1
                 if message in waiting:
                     self.wake(message)
-            elif not arrived[message]:
+                continue
+            if not arrived[message]:
                 self._at[rank] = position
                 yield message
 

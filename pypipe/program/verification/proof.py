@@ -10,7 +10,6 @@ from pypipe.program.actions import Kind
 from pypipe.program.data_parallel import check_stage_actions
 from pypipe.program.messages import Messages
 from pypipe.program.programs import Channel, Program
-from pypipe.program.single_communicator.progress import check_paired_progress
 from pypipe.program.verification.deadlock import check_progress
 from pypipe.program.verification.positions import Positions, find_positions
 from pypipe.program.verification.transfers import check_order, check_transfers
@@ -32,7 +31,7 @@ class Verified:
     peak_activations: tuple[int, ...]
 
 
-def verify(lowered: Program, *, single_communicator: bool = False) -> Verified:
+def verify(lowered: Program, *, synchronous: bool = False) -> Verified:
     """Prove that a lowered program may run, trusting nothing but its lists.
 
     It checks that
@@ -42,19 +41,17 @@ def verify(lowered: Program, *, single_communicator: bool = False) -> Verified:
       with the SEND after its producer and the RECV before its user;
     - both ends of each link list its messages in one order;
     - every rank reaches the end of its list when nothing is buffered, so that each SEND blocks its rank until its RECV
-      is posted, and each F, B and I blocks until its message is there;
+      is posted, and each F, B and I blocks until its message is there; where transfers are synchronous, when each RECV
+      blocks its rank until its SEND is there, too (`deadlock.check_progress`);
     - UNSHARD, RESHARD and REDUCE_GRAD, which touch no message, follow `data_parallel.check_stage_actions`.
 
     It counts the slots that each channel needs: a RECV takes a slot where it stands, and the last action that needs its
     message gives the slot back.
 
-    Where a pair of ranks has one communicator for both directions and both kinds of traffic (the NCCL link's
-    fallback), transfers run by other rules, and the checks of order and progress follow these: see
-    `progress.check_paired_progress`. The program must have been lowered for them.
-
     Args:
         lowered: a program with transfers, from `lower` or from elsewhere.
-        single_communicator: whether each pair of ranks has one communicator, instead of one for each link.
+        synchronous: whether a transfer may block both of its ranks until it is over, as on GPUs. The program must have
+            been lowered for it.
 
     Returns:
         The program with its slots and peaks. The time taken is linear in the number of actions.
@@ -66,11 +63,8 @@ def verify(lowered: Program, *, single_communicator: bool = False) -> Verified:
     check_stage_actions(lowered)
     check_transfers(lowered, positions)
     messages = Messages(lowered)
-    check_order(lowered, messages, positions, by_pair=single_communicator)
-    if single_communicator:
-        check_paired_progress(lowered, messages)
-    else:
-        check_progress(lowered, messages)
+    check_order(lowered, messages, positions)
+    check_progress(lowered, messages, synchronous=synchronous)
     slots, peaks = _count(lowered, messages, positions)
     return Verified(lowered, MappingProxyType(slots), peaks)
 

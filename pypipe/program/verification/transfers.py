@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from pypipe.program.actions import Action, Kind
 from pypipe.program.errors import fault
 from pypipe.program.messages import Messages
@@ -82,14 +80,13 @@ def _check_no_source(program: Program, positions: Positions, kind: Kind, stage: 
             raise fault(program, what, program.ranks[rank][position], {rank: position})
 
 
-def check_order(program: Program, messages: Messages, positions: Positions, *, by_pair: bool) -> None:
+def check_order(program: Program, messages: Messages, positions: Positions) -> None:
     """Compare the order in which the two ends of each link list its messages.
 
     Args:
         program: each SEND has its RECV.
         messages: its messages.
         positions: where its actions stand.
-        by_pair: compare all that goes from one rank to another, outputs and gradients together.
 
     Raises:
         ProgramError: the two ends disagree.
@@ -105,14 +102,11 @@ def check_order(program: Program, messages: Messages, positions: Positions, *, b
             queue = queues.get(base)
             if queue is None:
                 link = program.link_of(messages.channel(base))
-                key = replace(link, kind=Kind.F) if by_pair else link
-                queue = queues[base] = (sent if kind.is_send else received).setdefault(key, [])
+                queue = queues[base] = (sent if kind.is_send else received).setdefault(link, [])
             queue.append(base + microbatch)
     for link, numbers in sent.items():
         if numbers != received[link]:
             what = f"the two ends of link {link}"
-            if by_pair:
-                what = f"ranks {link.source_rank} and {link.target_rank}, on their one communicator,"
             pairs = zip(numbers, received[link], strict=True)
             _report_disorder(program, messages, positions, what, *next(pair for pair in pairs if pair[0] != pair[1]))
 

@@ -19,8 +19,7 @@ _REMEDIES = {
     "n_microbatches": "give every rank's schedule the same n_microbatches",
     "loss_fn": "give loss_fn on every rank, or on none (it is only called on the last stage)",
     "scale_grads": "give every rank's schedule the same scale_grads",
-    "communicators": "install the same NCCL and driver on every rank, or give all of them "
-    "PYPIPE_NCCL_COMMUNICATORS=link, or, where all stages are on GPUs, =pair",
+    "communicators": "give every rank the same PYPIPE_NCCL_COMMUNICATORS, or none",
     "max_ctas": "give every rank the same PYPIPE_NCCL_MAX_CTAS, or none",
     "check": "give every rank's schedule the same check=",
     "program": "give every rank the same program (the same options, the same file)",

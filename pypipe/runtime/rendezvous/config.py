@@ -23,8 +23,9 @@ class Config:
         loss_fn: whether there is one.
         scale_grads: as the schedule has it.
         check: those that are on, by name.
-        communicators: how many NCCL communicators two ranks have, in words.
-        max_ctas: the most thread blocks of a communicator.
+        communicators: what PYPIPE_NCCL_COMMUNICATORS asks for.
+        max_ctas: what PYPIPE_NCCL_MAX_CTAS asks for; 0: nothing.
+        multiprocessors: of the rank's GPU; 0: unknown.
         state_names: for each stage, a sketch of its `state_dict` keys; see `state_names`.
         data_parallel: for each stage, whether its gradients are reduced and whether its parameters are sharded.
         copies: for each stage, what its parameters are like, where the pipeline holds two copies of the model.
@@ -43,8 +44,9 @@ class Config:
     loss_fn: bool = False
     scale_grads: bool = True
     check: list[str] = field(default_factory=list)
-    communicators: str = ""
+    communicators: str = "auto"
     max_ctas: int = 0
+    multiprocessors: int = 0
     state_names: list[str] = field(default_factory=list)
     data_parallel: list[list[bool]] = field(default_factory=list)
     copies: list[list[Any]] = field(default_factory=list)

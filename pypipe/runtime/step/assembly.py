@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pypipe.errors import ConfigurationError
@@ -67,28 +67,35 @@ def assemble(settings: Settings) -> Running:
         PipelineTimeout: a rank did not come.
     """
     program = settings.program
-    slots = settings.fitted.slots
     wrappers = _find_wrappers(settings)
-    links = {channel: program.link_of(channel) for channel in slots} if program is not None else {}
+    links = {channel: program.link_of(channel) for channel in settings.fitted.slots} if program is not None else {}
+    fitted = settings.fitted
+
+    def slots_of(synchronous: bool) -> Mapping[Channel, int]:
+        nonlocal fitted
+        if synchronous:
+            fitted = fitted.made_synchronous()
+        return fitted.slots
+
     connection = connect(
         settings.world,
         settings.device,
         links,
-        slots,
+        slots_of,
         _config(settings, wrappers),
         agreement.comparison(program, settings.fitted.mismatch),
         settings.timeout,
         checksum="checksum" in settings.checks,
     )
     assert program is not None  # the comparison has seen to it
-    fitted = _with_stage_actions(settings.fitted, program, connection.configs)
+    fitted = _with_stage_actions(fitted, program, connection.configs)
     rank = settings.world.rank
     held = agreement.held_stages(program, rank, [piece for piece, _ in settings.pieces])
     stages = _make_stages(settings, program, connection, held, wrappers)
     copies = None
     if len(program.chains) > 1:
         modules = {stage: settings.pieces[position][1] for stage, position in held.items()}
-        copies = ModelCopies(program, rank, modules, connection.senders, connection.receivers)
+        copies = ModelCopies(program, rank, modules, connection.senders, connection.receivers, connection.issue)
     return Running(
         connection,
         fitted,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from pypipe.program import Action, Channel, Kind, Link, Program, channel_of
-from pypipe.program.single_communicator.groups import ends_of_groups
+from pypipe.program.groups import ends_of_groups
 from pypipe.runtime.diagnostics.recorder import code_of
 from pypipe.runtime.step.stage_execution import StageExecution
 

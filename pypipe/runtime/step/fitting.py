@@ -12,6 +12,7 @@ from pypipe.program import (
     Channel,
     Kind,
     Program,
+    ProgramError,
     Verified,
     add_stage_actions,
     build,
@@ -35,13 +36,13 @@ class Fitted:
         forward_only: for eval().
         mismatch: how num_stages does not fit the number of ranks; then there are no programs. Only all ranks together
             can tell which of them is wrong, so it is an error when they compare their configs.
-        single_communicator: whether two ranks have one NCCL communicator for all that they exchange.
+        synchronous: whether transfers may block both of their ranks, as on GPUs: see `pypipe.program.lower`.
     """
 
     training: Verified | None = None
     forward_only: Verified | None = None
     mismatch: str | None = None
-    single_communicator: bool = False
+    synchronous: bool = False
 
     @property
     def slots(self) -> dict[Channel, int]:
@@ -62,9 +63,22 @@ class Fitted:
             program = add_stage_actions(verified.program, reduced=reduced, sharded=sharded)
             if program is verified.program:
                 return verified
-            return verify(program, single_communicator=self.single_communicator)
+            return verify(program, synchronous=self.synchronous)
 
         return replace(self, training=extended(self.training), forward_only=extended(self.forward_only))
+
+    def made_synchronous(self) -> Fitted:
+        """The same programs for synchronous transfers. Transfers that would block for ever are placed anew."""
+
+        def placed(verified: Verified | None) -> Verified | None:
+            if verified is None:
+                return None
+            try:
+                return verify(verified.program, synchronous=True)
+            except ProgramError:
+                return prepare(verified.program.without_transfers(), synchronous=True)
+
+        return replace(self, training=placed(self.training), forward_only=placed(self.forward_only), synchronous=True)
 
 
 def fit(
@@ -75,7 +89,6 @@ def fit(
     options: dict[str, Any],
     *,
     training: bool,
-    single_communicator: bool = False,
 ) -> Fitted:
     """Builds, lowers and verifies.
 
@@ -87,8 +100,6 @@ def fit(
         n_microbatches: M.
         options: what else the builder takes. The number of stages on each rank follows from S and P.
         training: whether there is a loss.
-        single_communicator: whether two ranks have one NCCL communicator for all that they exchange. Then a program's
-            own transfers, which were placed for one in each direction, are placed anew.
 
     Raises:
         ValueError: M, a name or an option cannot work; a ProgramError, which is one, where the program is faulty.
@@ -122,21 +133,12 @@ def fit(
     mismatch = _mismatch(program, num_stages)
     if mismatch:
         return Fitted(mismatch=mismatch)
-    if single_communicator:
-        if len(program.chains) > 1:
-            raise ValueError(
-                f"{program.name} holds two copies of the model, which exchange gradients in both directions at once: "
-                "that needs an NCCL communicator for each link (NCCL 2.26 and a driver for CUDA 12.3, or later), and "
-                "here each pair of ranks has one (PYPIPE_NCCL_COMMUNICATORS)"
-            )
-        program = program.without_transfers()
-    forward_only = prepare(program.compute_only().forward_only(), single_communicator=single_communicator)
+    forward_only = prepare(program.compute_only().forward_only())
     if not training:
-        return Fitted(None, forward_only, single_communicator=single_communicator)
+        return Fitted(None, forward_only)
     if not any(action.kind in (Kind.B, Kind.I) for actions in program.ranks for action in actions):
         raise ValueError(f"the program {program.name} has no backward, but there is a loss_fn: leave that out")
-    verified = prepare(program, single_communicator=single_communicator)
-    return Fitted(verified, forward_only, single_communicator=single_communicator)
+    return Fitted(prepare(program), forward_only)
 
 
 def _build(name: str, n_ranks: int, num_stages: int, n_microbatches: int, options: dict[str, Any]) -> Program | str:

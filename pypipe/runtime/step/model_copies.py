@@ -7,7 +7,7 @@ losses and outputs. It goes over links of its own, one for each pair of ranks an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ class ModelCopies:
         rank: this rank.
         modules: by their stage in the program, those of this rank.
         senders, receivers: the ends of `pypipe.program.copy_channels` on this rank.
+        issue: ends a run of transfers, where they are held back to be issued together.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class ModelCopies:
         modules: Mapping[int, nn.Module],
         senders: Mapping[Channel, SendChannel],
         receivers: Mapping[Channel, ReceiveChannel],
+        issue: Callable[[], None] | None = None,
     ) -> None:
         self._before: list[tuple[nn.Parameter, Tensor | None]] = []
         self._last: _Exchange | None = None
@@ -64,7 +66,7 @@ class ModelCopies:
                         self._beside += [(p, q) for p, q in zip(own, theirs, strict=True) if p is not q]
                     continue
                 sender, receiver = senders[Channel(Kind.W, mine, other)], receivers[Channel(Kind.W, other, mine)]
-                exchange = _Exchange(sender, receiver)
+                exchange = _Exchange(sender, receiver, issue)
                 self._apart.append((exchange, parameters))
                 if program.next_stage(mine) is None:
                     self._last = exchange
@@ -101,7 +103,7 @@ class ModelCopies:
         for exchange, buckets in self._buckets:
             totals: dict[nn.Parameter, Tensor] = {}
             for bucket in buckets:
-                exchange.send([_part_of(*part) for part in bucket])
+                exchange.begin([_part_of(*part) for part in bucket])
                 for part, theirs in zip(bucket, exchange.receive(), strict=True):
                     _add_part(*part, theirs, totals)
                 exchange.release()
@@ -125,7 +127,7 @@ class ModelCopies:
             return
         mine = sorted(outputs)
         # As copies: the caller may change the results while they are still on their way.
-        exchange.send(_copy({"losses": dict(losses), "outputs": mine, "rows": rows}))
+        exchange.begin(_copy({"losses": dict(losses), "outputs": mine, "rows": rows}))
         head = _copy(exchange.receive())
         exchange.release()
         if head["rows"] != rows:
@@ -135,9 +137,12 @@ class ModelCopies:
             )
         theirs = head["outputs"]
         for turn in range(max(len(mine), len(theirs))):
+            answered = turn < len(theirs)
             if turn < len(mine):
-                exchange.send(_copy(outputs[mine[turn]]))
-            if turn < len(theirs):
+                exchange.begin(_copy(outputs[mine[turn]]), answered=answered)
+            else:
+                exchange.expect()
+            if answered:
                 outputs[theirs[turn]] = _copy(exchange.receive())
                 exchange.release()
         losses.update(head["losses"])
@@ -146,17 +151,33 @@ class ModelCopies:
 class _Exchange:
     """Both ways between the two copies of one piece."""
 
-    def __init__(self, sender: SendChannel, receiver: ReceiveChannel) -> None:
+    def __init__(self, sender: SendChannel, receiver: ReceiveChannel, issue: Callable[[], None] | None) -> None:
         self._sender = sender
         self._receiver = receiver
+        self._issue = issue
         self._sent = self._received = 0
         self._slot: Any = None
 
-    def send(self, tree: Any) -> None:
-        """Sends a tree."""
-        self._receiver.post(0)
+    def begin(self, tree: Any, *, answered: bool = True) -> None:
+        """Sends a tree.
+
+        Args:
+            tree: the tree.
+            answered: whether the other end sends one at the same time.
+        """
         self._sender.send(tree, self._sent, 0, 0)
         self._sent = (self._sent + 1) % (1 << 31)
+        if answered:  # after the send: over NCCL to post is to wait until the other end sends
+            self._receiver.post(0)
+        if self._issue is not None:
+            self._issue()
+        self._sender.issued()
+
+    def expect(self) -> None:
+        """Begins where only the other end sends a tree."""
+        self._receiver.post(0)
+        if self._issue is not None:
+            self._issue()
 
     def receive(self) -> Any:
         """The next tree, in a slot."""

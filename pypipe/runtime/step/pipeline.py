@@ -228,6 +228,11 @@ class Pipeline:
     def _check(self, call: Call, running: Running) -> None:
         self._check_wrappers(running)
         where = self._settings.where
+        if self._settings.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise InputError(
+                f"{where}: {call.name} is called while a CUDA graph is captured: a step waits for other ranks, which a "
+                "graph cannot; capture what a stage does (torch.cuda.make_graphed_callables) before the first step"
+            )
         if call.training and not torch.is_grad_enabled():
             raise InputError(f"{where}: step() needs gradients, but they are off here (torch.no_grad()): call eval()")
         if call.training and (problem := refused_now(module for _, module in self._settings.pieces)) is not None:

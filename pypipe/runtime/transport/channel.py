@@ -103,6 +103,13 @@ class SendChannel(ABC):
         """Whether a message would find a slot free, as far as the link can tell: never waits."""
         return False
 
+    def issued(self) -> None:
+        """Lets the current stream wait for what was sent, where it has to.
+
+        Called where something else must be issued after a message before the stream may wait for it, such as the
+        receive of what the other end sends at the same time.
+        """
+
     def finish(self) -> None:
         """Ends a step.
 

@@ -24,6 +24,7 @@ from pypipe.runtime.rendezvous.config import Config
 from pypipe.runtime.rendezvous.exchange import Rendezvous, meet, refuse
 from pypipe.runtime.rendezvous.world import World
 from pypipe.runtime.transport.channel import ReceiveChannel, SendChannel
+from pypipe.runtime.transport.links.communicators import multiprocessors
 from pypipe.runtime.transport.links.registry import CHOICES, transport_of
 from pypipe.runtime.transport.links.transport import Place, Transport
 
@@ -40,7 +41,7 @@ def connect(
     world: World,
     device: torch.device,
     links: Mapping[Channel, Link],
-    slots: Mapping[Channel, int],
+    slots_of: Callable[[bool], Mapping[Channel, int]],
     config: Config,
     compare: Callable[[Sequence[Config]], None],
     timeout: float,
@@ -53,7 +54,8 @@ def connect(
         world: the ranks.
         device: where the stages of this rank live.
         links: for each channel, the link that carries it; the same on all ranks.
-        slots: for each channel, how many messages may be alive at once; the same on all ranks.
+        slots_of: is told, once it is known, whether a transfer may block both of its ranks until it is over, as on
+            GPUs; returns for each channel how many messages may be alive at once, the same on all ranks.
         config: what this rank was built with.
         compare: raises ConfigurationError where configs do not fit together.
         timeout: seconds that any wait may take.
@@ -70,7 +72,13 @@ def connect(
         problem = f"rank {world.rank}: {error}"
         refuse(world, problem)
         raise ConfigurationError(problem) from None
-    config = replace(config, link=choice, device=device.type, group=world.group is not None)
+    config = replace(
+        config,
+        link=choice,
+        device=device.type,
+        multiprocessors=multiprocessors(device, choice),
+        group=world.group is not None,
+    )
     links = {channel: links[channel] for channel in sorted(links)}
     peers = {rank for link in links.values() if world.rank in _ends(link) for rank in _ends(link)}
     # News travels round in both directions, so that one rank that is stopped does not keep it from the others.
@@ -86,6 +94,7 @@ def connect(
     connection.start()
     try:
         wait_policy = connection.wait_policy(timeout)
+        slots = slots_of(any(way.synchronous for way in ways.values()))
         places = [
             Place(channel, link, number, slots[channel], checksum)
             for number, (channel, link) in enumerate(links.items())
@@ -176,15 +185,18 @@ class Connection:
             if configs[peer].host == configs[me].host:
                 self.hub.share_record(peer, wait_policy)
         opened: dict[type[Transport], Transport] = {}
+        carried = {way: [link for link, taken in ways.items() if taken is way] for way in ways.values()}
         # One order on all ranks: a rank that waits at a link waits for one that is busy with an earlier link.
         for number, (link, way) in enumerate(ways.items()):
             if me not in _ends(link):
                 continue
             if way not in opened:
-                opened[way] = way(self._world, self._rendezvous, device, wait_policy)
+                opened[way] = way(self._world, self._rendezvous, carried[way], device, wait_policy)
                 self._transports.append(opened[way])
             slots = {place.number: place.slots for place in places if place.link == link}
             opened[way].open(number, link, slots, sends=link.source_rank == me)
+        for transport in self._transports:
+            transport.connect()
         held_back = [transport.issue for transport in self._transports if transport.holds_back]
         self.issue = held_back[0] if held_back else None  # only NCCL's does
         for place in places:

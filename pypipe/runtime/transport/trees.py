@@ -9,6 +9,7 @@ JSON, and nothing in it is ever executed. The first element of each tuple says w
                                                            a DTensor, by its local part
     ("none",) ("bool", b) ("int", i or hex) ("float", hex) ("complex", hex, hex) ("str", s) ("surrogates", hex)
     ("dtype", name)
+    ("host", dtype, shape, hex)                            a tensor on the CPU that a stage on a GPU returned
     ("shared", tree, numbers)                              a tree, and which of its tensors share memory at the sender
     ("tuple", items) ("list", items) ("size", ints) ("dict", ((key, value), ...))
 
@@ -29,6 +30,7 @@ from torch import Tensor
 from pypipe.errors import LayoutError, MismatchError
 from pypipe.runtime.tensor_memory import overlapping, settled
 from pypipe.runtime.transport.distributed_tensors import Meshes, is_distributed, to_distributed, to_plain
+from pypipe.runtime.transport.host_tensors import HostTensor
 
 __all__ = ["Description", "TensorSpec", "decode", "describe", "encode", "rebuild", "shared_tensors", "tensor_specs"]
 
@@ -128,6 +130,7 @@ _SCALARS: dict[type, Callable[[Any], Description]] = {
     str: lambda value: _describe_text(value),
     torch.Size: lambda value: ("size", tuple(value)),
     torch.dtype: lambda value: ("dtype", _NAMES[value]),
+    HostTensor: lambda value: ("host", _NAMES[value.dtype], value.shape, value.values.hex()),
 }
 
 
@@ -247,7 +250,17 @@ def _tupled(value: Any) -> Any:
     return tuple(_tupled(item) for item in value) if isinstance(value, list) else value
 
 
-_NONSENSE = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError, StopIteration)
+_NONSENSE = (
+    ValueError,
+    TypeError,
+    RuntimeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    RecursionError,
+    OverflowError,
+    StopIteration,
+)
 
 
 def tensor_specs(description: Description) -> list[TensorSpec]:
@@ -351,4 +364,6 @@ def _rebuild(description: Description, position: Any, tensors: Sequence[Tensor],
         return torch.Size(description[1])
     if tag == "dtype":
         return _DTYPES[description[1]]
+    if tag == "host":
+        return HostTensor(_DTYPES[description[1]], description[2], bytes.fromhex(description[3])).tensor()
     raise MismatchError(f"a peer sent a value of unknown kind {tag!r}")

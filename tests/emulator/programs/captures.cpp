@@ -19,8 +19,9 @@ cuda::Result end(const Stream& stream) {
 }
 
 void exchange(int mode, int before) {
-  CALL(cuThreadExchangeStreamCaptureMode(&mode));
-  check(mode == before, "the mode of the thread");
+  auto exchanged = static_cast<cuda::CaptureMode>(mode);
+  CALL(cuThreadExchangeStreamCaptureMode(&exchanged));
+  check(static_cast<int>(exchanged) == before, "the mode of the thread");
 }
 
 // A capture, while another thread in some mode asks for an event that has nothing to do with it.

@@ -76,7 +76,7 @@ def test_every_schedule_can_be_lowered_and_verified_whatever_its_numbers(name: s
         program = build(name, n_ranks, n_microbatches, **options)
         verify(lower(program))
         if n_ranks < 6:
-            verify(lower(program, single_communicator=True), single_communicator=True)
+            verify(lower(program, synchronous=True), synchronous=True)
             verify(lower(program.forward_only()))
 
 

@@ -1,11 +1,10 @@
 """A slow and simple oracle for the verifier: it counts, and runs programs action by action, again and again."""
 
 from collections import Counter, defaultdict
-from itertools import groupby
 
 from pypipe.program import Action, Channel, Kind, Program, channel_of
 
-__all__ = ["count_slots", "is_sound", "is_sound_on_single_communicators"]
+__all__ = ["count_slots", "is_sound", "is_sound_synchronously"]
 
 SENDS = {Kind.SEND_F: (1, Kind.F, Kind.RECV_F), Kind.SEND_B: (-1, Kind.B, Kind.RECV_B)}
 RECEIVES = {Kind.RECV_F: (-1, Kind.SEND_F), Kind.RECV_B: (1, Kind.SEND_B)}
@@ -16,9 +15,9 @@ def is_sound(program: Program) -> bool:
     return has_right_actions(program) and has_agreeing_links(program) and runs_to_end(program)
 
 
-def is_sound_on_single_communicators(program: Program) -> bool:
-    """The same where each pair of ranks has one communicator."""
-    return has_right_actions(program) and is_ordered(program) and runs_paired(program)
+def is_sound_synchronously(program: Program) -> bool:
+    """The same where both ranks of a transfer wait in it for each other."""
+    return has_right_actions(program) and is_ordered(program) and runs_synchronously(program)
 
 
 def is_neighbour(program: Program, stage: int, other: int) -> bool:
@@ -47,10 +46,8 @@ def has_right_actions(program: Program) -> bool:
     return wanted == [Counter(actions) for actions in program.ranks]
 
 
-def link_messages(
-    program: Program, *, sent: bool, by_pair: bool
-) -> dict[tuple[int, int, Kind], list[tuple[int, Kind, int]]]:
-    """For source rank, target rank and kind (F for both, by pair): what each transfer carries, in order."""
+def link_messages(program: Program, *, sent: bool) -> dict[tuple[int, int, Kind], list[tuple[int, Kind, int]]]:
+    """For source rank, target rank and kind: what each transfer carries, in order."""
     links = defaultdict(list)
     for actions in program.ranks:
         for stage, kind, microbatch in ((a.stage, a.kind, a.microbatch) for a in actions):
@@ -61,13 +58,13 @@ def link_messages(
                 carried = SENDS[RECEIVES[kind][1]][1]
             else:
                 continue
-            link = program.placement[source], program.placement[target], Kind.F if by_pair else carried
+            link = program.placement[source], program.placement[target], carried
             links[link].append((source, carried, microbatch))
     return dict(links)
 
 
-def has_agreeing_links(program: Program, *, by_pair: bool = False) -> bool:
-    return link_messages(program, sent=True, by_pair=by_pair) == link_messages(program, sent=False, by_pair=by_pair)
+def has_agreeing_links(program: Program) -> bool:
+    return link_messages(program, sent=True) == link_messages(program, sent=False)
 
 
 def is_ordered(program: Program) -> bool:
@@ -111,61 +108,30 @@ def count_slots(program: Program) -> dict[Channel, int]:
     return slots
 
 
-def runs_paired(program: Program) -> bool:
-    """Whether all ranks get to their ends when each pair of ranks has one communicator, by trying again and again."""
-    lists = program.ranks
-    if not has_agreeing_links(program, by_pair=True):
-        return False
-    segments = [[list(run) for _, run in groupby(actions, lambda a: a.kind.is_compute)] for actions in lists]
+def runs_synchronously(program: Program) -> bool:
+    """Whether all ranks get to their ends when both ranks of a transfer wait in it for each other."""
     at = [0] * program.n_ranks
-    queues: dict[tuple[int, int], list[list[Action]]] = defaultdict(list)
-    met: set[Action] = set()
-    ended: set[Action] = set()
-    unmet_sends: list[set[Action]] = [set() for _ in lists]
 
-    def partner(action: Action) -> Action:
-        if action.kind in SENDS:
-            step, _, receive = SENDS[action.kind]
-            return Action(action.stage + step, receive, action.microbatch)
-        step, send = RECEIVES[action.kind]
-        return Action(action.stage + step, send, action.microbatch)
-
-    def may_run(action: Action) -> bool:
-        """Whether the message that a compute action takes from another rank is there."""
-        receive = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}.get(action.kind)
-        taken = None if receive is None else Action(action.stage, receive, action.microbatch)
-        return taken not in set().union(*lists) or taken in ended
+    def current(rank: int) -> Action | None:
+        return program.ranks[rank][at[rank]] if at[rank] < len(program.ranks[rank]) else None
 
     moved = True
     while moved:
         moved = False
-        for rank, (mine, position) in enumerate(zip(segments, at, strict=True)):
-            if position == len(mine) or unmet_sends[rank] - met:
-                continue
-            segment = mine[position]
-            if segment[0].kind.is_compute:
-                if may_run(segment[0]):
-                    segment.pop(0)
-                    moved = True
-                    at[rank] += not segment
-                continue
-            for action in segment:
-                peer = program.placement[partner(action).stage]
-                if not queues[rank, peer] or queues[rank, peer][-1][0] not in segment:
-                    queues[rank, peer].append([])
-                queues[rank, peer][-1].append(action)
-            unmet_sends[rank] = {action for action in segment if action.kind in SENDS}
-            at[rank] += 1
-            moved = True
-        running = {action for queue in queues.values() if queue for action in queue[0]}
-        met |= {action for action in running if partner(action) in running}
-        for queue in queues.values():
-            if queue and met.issuperset(queue[0]):
-                ended.update(queue.pop(0))
+        for rank in range(program.n_ranks):
+            while (action := current(rank)) is not None:
+                if action.kind in RECEIVES:
+                    break  # its sender moves both
+                if action.kind in SENDS:
+                    step, _, receive = SENDS[action.kind]
+                    partner = Action(action.stage + step, receive, action.microbatch)
+                    peer = program.placement[partner.stage]
+                    if current(peer) != partner:
+                        break
+                    at[peer] += 1
+                at[rank] += 1
                 moved = True
-    return all(position == len(mine) for mine, position in zip(segments, at, strict=True)) and not any(
-        sends - met for sends in unmet_sends
-    )
+    return all(current(rank) is None for rank in range(program.n_ranks))
 
 
 def runs_to_end(program: Program) -> bool:

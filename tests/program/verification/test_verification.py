@@ -109,9 +109,9 @@ def test_two_neighbours_that_send_to_each_other_before_they_post_are_a_deadlock(
 
 def test_ranks_whose_orders_need_each_other_are_a_deadlock() -> None:
     crossed = program(2, (0, 1), "0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1")
-    for single_communicator in (False, True):
+    for synchronous in (False, True):
         with pytest.raises(ProgramError, match="deadlock: rank 0, position 1, 0B0 never gets to run") as error:
-            lower(crossed, single_communicator=single_communicator)
+            lower(crossed, synchronous=synchronous)
         message = str(error.value)
         assert "waits in 0B0 for 1B0 of rank 1, which is at position 1, 1F1" in message
         assert "waits in 1F1 for 0F1 of rank 0, which is at position 1, 0B0" in message

@@ -6,16 +6,16 @@ from dataclasses import replace
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from program_oracle import count_slots, is_sound, is_sound_on_single_communicators
+from program_oracle import count_slots, is_sound, is_sound_synchronously
 
 from pypipe.program import Action, Chain, Kind, Program, ProgramError, build, builder_names, lower, one_f_one_b, verify
 
 COMPUTE = [kind for kind in Kind if kind.is_compute]
 
 
-def is_verified(program: Program, *, single_communicator: bool = False) -> bool:
+def is_verified(program: Program, *, synchronous: bool = False) -> bool:
     try:
-        verified = verify(program, single_communicator=single_communicator)
+        verified = verify(program, synchronous=synchronous)
     except ProgramError as error:
         assert error.rank is not None
         assert f"rank {error.rank}, position {error.position}, {error.action}" in str(error)
@@ -113,27 +113,27 @@ lowerings = st.booleans()
 @settings(deadline=None, max_examples=300)
 @given(fixed_programs | users_programs(), lowerings, st.data())
 def test_a_mutated_lowered_program_is_rejected_unless_it_is_sound_all_the_same(
-    program: Program, single_communicator: bool, data: st.DataObject
+    program: Program, synchronous: bool, data: st.DataObject
 ) -> None:
-    is_right = is_sound_on_single_communicators if single_communicator else is_sound
-    lowered = lower(program, single_communicator=single_communicator)
+    is_right = is_sound_synchronously if synchronous else is_sound
+    lowered = lower(program, synchronous=synchronous)
     assert is_right(lowered), lowered.text()
-    assert is_verified(lowered, single_communicator=single_communicator), lowered.text()
+    assert is_verified(lowered, synchronous=synchronous), lowered.text()
     mutated = mutate(lowered, data)
     sound = is_right(mutated)
     event(f"sound: {sound}")
-    assert is_verified(mutated, single_communicator=single_communicator) == sound, mutated.text()
+    assert is_verified(mutated, synchronous=synchronous) == sound, mutated.text()
 
 
 @settings(deadline=None, max_examples=200)
 @given(fixed_programs | users_programs())
 def test_either_lowering_is_judged_alike_by_verifier_and_oracle_under_the_other_rules(program: Program) -> None:
-    early, paired = lower(program), lower(program, single_communicator=True)
-    assert is_sound(paired)
-    assert is_verified(paired)
-    sound = is_sound_on_single_communicators(early)
+    early, ordered = lower(program), lower(program, synchronous=True)
+    assert is_sound(ordered)
+    assert is_verified(ordered)
+    sound = is_sound_synchronously(early)
     event(f"sound: {sound}")
-    assert is_verified(early, single_communicator=True) == sound, early.text()
+    assert is_verified(early, synchronous=True) == sound, early.text()
 
 
 @settings(deadline=None, max_examples=200)

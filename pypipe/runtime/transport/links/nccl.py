@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 import warnings
 import weakref
@@ -15,11 +14,13 @@ import torch
 from torch import Tensor
 
 from pypipe import _core
-from pypipe.errors import ConfigurationError, LayoutError
 from pypipe.program import Kind, Link
-from pypipe.runtime import environment, libraries
+from pypipe.runtime import libraries
 from pypipe.runtime.rendezvous.exchange import read_all
 from pypipe.runtime.transport.channel import Tag
+from pypipe.runtime.transport.host_tensors import with_host_tensors
+from pypipe.runtime.transport.lease import Lease
+from pypipe.runtime.transport.links.communicators import plan_communicators
 from pypipe.runtime.transport.links.core_channels import CoreReceiveChannel, CoreSendChannel
 from pypipe.runtime.transport.links.transport import Ends, Place, Transport
 from pypipe.runtime.transport.trees import TensorSpec
@@ -30,46 +31,7 @@ __all__ = [
     "NcclSendChannel",
     "NcclTransport",
     "current_stream",
-    "max_ctas",
-    "single_communicator",
 ]
-
-# NCCL's and the driver's first releases in which the host's order of calls is the order of the communicators; an older
-# driver has them run one after another, in which case a receive that is posted early stops everything behind it.
-_ORDERED_NCCL, _ORDERED_DRIVER = 22600, 12030
-
-
-def single_communicator(device: torch.device, choice_of_link: str) -> bool:
-    """Whether two ranks have one NCCL communicator for all their links, as their programs then have to know.
-
-    Args:
-        device: where the stages of this rank live.
-        choice_of_link: what PYPIPE_LINK says.
-
-    Raises:
-        ConfigurationError: PYPIPE_NCCL_COMMUNICATORS is not one of its choices.
-    """
-    choice = environment.read("PYPIPE_NCCL_COMMUNICATORS", ("auto", "link", "pair"))
-    if device.type != "cuda" and choice_of_link != "nccl":
-        return False
-    if choice != "auto":
-        return choice == "pair"
-    try:
-        return libraries.nccl().version < _ORDERED_NCCL or libraries.cuda().version < _ORDERED_DRIVER
-    except ConfigurationError:
-        return False  # said when the ranks connect, if a link is NCCL's at all
-
-
-def max_ctas() -> int:
-    """The most thread blocks of a communicator.
-
-    Raises:
-        ConfigurationError: PYPIPE_NCCL_MAX_CTAS is not such a number.
-    """
-    value = environment.read("PYPIPE_NCCL_MAX_CTAS")
-    if not (value.isascii() and value.isdigit() and 1 <= int(value) <= 64):  # NCCL's own limit
-        raise ConfigurationError(f"PYPIPE_NCCL_MAX_CTAS={value!r}: it takes a whole number, 1 to 64")
-    return int(value)
 
 
 def _transfer_limit(timeout: float) -> float:
@@ -101,7 +63,11 @@ class Memory:
 
 
 class NcclSendChannel(CoreSendChannel):
-    """The sending end: keeps what it sends until the device has sent it.
+    """The sending end: keeps what it sends until the device has sent it, or until the compute stream waits for that.
+
+    A stage may return one buffer again and again, as one made by torch.cuda.make_graphed_callables does. So in the
+    first run the compute stream waits for each message before it goes on, and if a message lies where another did that
+    has not been let go of yet, it always does.
 
     Args:
         device: where the sending stage lives.
@@ -120,25 +86,59 @@ class NcclSendChannel(CoreSendChannel):
         super().__init__(core, wait_policy, stage, kind, checksum)
         self._device = device
         self._leaving: deque[tuple[int, Sequence[Tensor]]] = deque()
-        self._on_gpu = device.type == "cuda"
+        self._slots = core.counters["slots"]
+        self._first = True
+        self._reuses = False
+        self._due = False
+        self.held_back = False
+        """Whether issued() is called when messages, and what goes out with them, have been issued."""
+
+    def send(self, tree: Any, microbatch: int, rows: int, batch_rows: int, lease: Lease | None = None) -> list[Tensor]:
+        if type(tree) is not Tensor or tree.device != self._device:
+            tree = with_host_tensors(tree, self._device)
+        return super().send(tree, microbatch, rows, batch_rows, lease)
 
     def transfer(self, layout: _core.OutgoingLayout, tag: Tag, tensors: Sequence[Tensor]) -> None:
-        device = self._device
-        for tensor in tensors:
-            if tensor.is_cuda is not self._on_gpu:
-                raise LayoutError(
-                    f"this stage runs on {device}, but its output has a tensor on {tensor.device}: "
-                    "give PipelineStage the device that the module really uses"
+        stream = current_stream(self._device)
+        if not self._reuses and self._lies_where_another_did(tensors):
+            self._reuses = True
+            if not self._first:
+                warnings.warn(
+                    f"stage {self._stage} returned memory that it had returned before, for the first time after its "
+                    "first step: if it has written into it since (a CUDA graph does), what was being sent from there "
+                    "is wrong in this step. It is waited for from now on; wrap the stage before its first step.",
+                    RuntimeWarning,
+                    stacklevel=2,
                 )
-        number = self._transfer(layout, tag, tensors, current_stream(device))
+        number = self._transfer(layout, tag, tensors, stream)
         # The allocator would hand freed memory to the compute stream, which does not wait for the link's.
         self._leaving.append((number, [tensor.detach() for tensor in tensors]))
-        sent = self._core.sent()
-        while self._leaving and self._leaving[0][0] <= sent:
+        if self._first or self._reuses:
+            self._due = True
+            if not self.held_back:
+                self.issued()
+        sent, kept = self._core.sent(), self._slots if self._first else 0
+        while len(self._leaving) > kept and self._leaving[0][0] <= sent:
             self._leaving.popleft()
+
+    def issued(self) -> None:
+        if self._due:
+            self._due = False
+            self._core.finish(current_stream(self._device))
+
+    def _lies_where_another_did(self, tensors: Sequence[Tensor]) -> bool:
+        if not self._leaving:
+            return False
+        before = {tensor.data_ptr() for _, sent in self._leaving for tensor in sent if tensor.numel()}
+        return any(tensor.data_ptr() in before for tensor in tensors if tensor.numel())
 
     def finish(self) -> None:
         self._core.finish(current_stream(self._device))  # that stream waits for what is still leaving
+        self._end_run()
+
+    def _end_run(self) -> None:
+        self._leaving.clear()
+        self._first = False
 
 
 class NcclReceiveChannel(CoreReceiveChannel):
@@ -167,11 +167,11 @@ class NcclReceiveChannel(CoreReceiveChannel):
         self._device = device
 
     def post(self, microbatch: int) -> None:
-        """Starts the receives of what has been announced, as far as slots are free."""
+        """Starts to receive the next message, for whose announcement it waits."""
         self._core.post(current_stream(self._device), self._wait_policy)
 
     def wait(self, tag: Tag) -> _core.Message:
-        """The next message: waits for its announcement only; the current stream waits for its bytes."""
+        """The next message, whose receive was posted; the current stream waits for its bytes."""
         stream = current_stream(self._device)
         return self._core.receive(tag.stage, tag.kind, tag.microbatch, tag.evaluates, stream, self._wait_policy)
 
@@ -201,11 +201,11 @@ class NcclTransport(Transport):
 
     name = "nccl"
     through_hosts = False
+    synchronous = True
     closes_last = (
         True  # its end begins with a goodbye to all neighbours, and what others carry must be with them by then
     )
 
-    _MIN_CTAS = 1
     _CLOSING_SECONDS = 10.0
 
     def __init__(self, *args: Any) -> None:
@@ -214,20 +214,17 @@ class NcclTransport(Transport):
         self._prefix = self._rendezvous.prefix
         self._memory = Memory(device)
         self._links: dict[Link, Any] = {}
-        self._edges: dict[Any, _core.NcclEdge] = {}
-        self.holds_back = single_communicator(device, environment.read("PYPIPE_LINK"))
+        self._communicators = plan_communicators(self._all_links, self._rendezvous.configs)
+        self.holds_back = self._communicators.by_pair
         self._group = _core.NcclGroup() if self.holds_back else None
-        self._watchdog: _core.NcclWatchdog | None = None
-        self._cuda = libraries.cuda()
         self._nccl = libraries.nccl()
-        if (problem := libraries.one_queue()) is not None:
-            warnings.warn(problem, RuntimeWarning, stacklevel=2)
-        # Before 2.26 NCCL knows no order among communicators; from then on the host's order counts, where this is set
-        # (2.31 has it per communicator, which the core sets).
-        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-            torch.cuda.current_stream(device)  # makes the device's context current on this thread
+        self._edges = _core.NcclEdges(libraries.gpu(device.index or 0), self._nccl)
+        self._edge_of: dict[Any, _core.NcclEdge] = {}
+        self._senders: list[NcclSendChannel] = []
+        self._watchdog: _core.NcclWatchdog | None = None
+        for problem in (libraries.one_queue(), self._communicators.reason):
+            if problem is not None:
+                warnings.warn(problem, RuntimeWarning, stacklevel=2)
 
     @classmethod
     def reaches(cls, ends: Ends) -> bool:
@@ -254,47 +251,41 @@ class NcclTransport(Transport):
             ends.sort()
             key = tuple(ends)
             name = f"pypipe {ends[0]}-{ends[1]}"
-        if key in self._edges:
-            return self._edges[key]
+        if key in self._edge_of:
+            return self._edge_of[key]
         where = f"{self._prefix}/nccl/{number}"
         rank = ends.index(self._world.rank)
         if rank == 0:
             self._world.publish(where, self._nccl.unique_id().hex())
         deadline = time.monotonic() + self._wait_policy.timeout
         unique_id = bytes.fromhex(read_all(self._world, self._prefix, {ends[0]: where}, deadline)[ends[0]])
-        edge = self._edges[key] = _core.NcclEdge(
-            self._cuda,
-            self._nccl,
-            unique_id,
-            rank,
-            _core.NcclDirection.ONE_WAY if self._group is None else _core.NcclDirection.BOTH_WAYS,
-            name,
-            self._MIN_CTAS,
-            max_ctas(),
-            self._wait_policy,
-        )
+        direction = _core.NcclDirection.ONE_WAY if self._group is None else _core.NcclDirection.BOTH_WAYS
+        ctas = self._communicators.ctas[min(ends), max(ends)]
+        edge = self._edge_of[key] = self._edges.add(unique_id, rank, direction, name, ctas)
         return edge
+
+    def connect(self) -> None:
+        self._edges.connect(self._wait_policy)
+        self._watchdog = _core.NcclWatchdog(
+            self._hub, self._edges, _transfer_limit(self._wait_policy.timeout), self._world.size
+        )
 
     def issue(self) -> None:
         if self._group is not None:
             self._group.issue(self._wait_policy)
-
-    def _watch(self) -> None:
-        if self._watchdog is None:
-            edges = list(self._edges.values())
-            self._watchdog = _core.NcclWatchdog(
-                self._hub, edges, _transfer_limit(self._wait_policy.timeout), self._world.size
-            )
+            for sender in self._senders:
+                sender.issued()
 
     def send_channel(self, place: Place) -> NcclSendChannel:
-        self._watch()
         core = _core.ChannelSender(
             self._hub, self._links[place.link], place.link.target_rank, place.number, place.slots
         )
-        return NcclSendChannel(self._device, core, self._wait_policy, *place.sent)
+        sender = NcclSendChannel(self._device, core, self._wait_policy, *place.sent)
+        sender.held_back = self.holds_back or place.channel.kind is Kind.W  # two copies' gradients cross
+        self._senders.append(sender)
+        return sender
 
     def receive_channel(self, place: Place) -> NcclReceiveChannel:
-        self._watch()
         source = place.link.source_rank
         core = _core.ChannelReceiver(self._hub, self._links[place.link], source, place.number, place.slots)
         return NcclReceiveChannel(self._memory, self._device, core, self._wait_policy, *place.sent)
@@ -303,4 +294,4 @@ class NcclTransport(Transport):
         if self._watchdog is not None:
             with contextlib.suppress(Exception):
                 self._watchdog.close(_core.WaitPolicy(self._CLOSING_SECONDS))
-        self._links, self._edges, self._group = {}, {}, None
+        self._links, self._edge_of, self._senders, self._group = {}, {}, [], None

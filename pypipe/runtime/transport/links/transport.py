@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -49,6 +50,7 @@ class Transport(ABC):
     Args:
         world: the ranks.
         rendezvous: what came of the ranks' exchange.
+        links: all of the pipeline's that take it, those of other ranks too, in one order on all ranks.
         device: where the stages of this rank live.
         wait_policy: how long to wait.
     """
@@ -57,15 +59,23 @@ class Transport(ABC):
     """As PYPIPE_LINK has it."""
     through_hosts: ClassVar[bool] = True
     """Whether messages pass through the hosts' memory, where checksums can be taken without a wait for a device."""
+    synchronous: ClassVar[bool] = False
+    """Whether a transfer may block both of its ranks until it is over, so that programs have to be lowered for it."""
     closes_last: ClassVar[bool] = False
     """Whether the links of all other transports are closed before."""
 
     def __init__(
-        self, world: World, rendezvous: Rendezvous, device: torch.device, wait_policy: _core.WaitPolicy
+        self,
+        world: World,
+        rendezvous: Rendezvous,
+        links: Sequence[Link],
+        device: torch.device,
+        wait_policy: _core.WaitPolicy,
     ) -> None:
         self._world = world
         self._rendezvous = rendezvous
         self._hub = rendezvous.hub
+        self._all_links = links
         self._device = device
         self._wait_policy = wait_policy
         self.holds_back = False
@@ -97,6 +107,9 @@ class Transport(ABC):
             slots: of each channel on it, by the channel's number.
             sends: whether this rank sends.
         """
+
+    def connect(self) -> None:
+        """Connects the links that were opened, where open() has left that: all ranks come here after their last one."""
 
     @abstractmethod
     def send_channel(self, place: Place) -> SendChannel:

@@ -24,6 +24,8 @@ from pypipe.runtime.transport.channel import Tag
 from pypipe.runtime.transport.lease import Lease, SlotLease
 from pypipe.runtime.transport.links import nccl
 
+_POISON = b"\xfb"
+
 
 @functools.cache
 def _lease_type(size: int) -> Any:
@@ -61,7 +63,13 @@ class ComputeStream:
     def _lease(self, size: int) -> Tensor:
         whole = 1 << max(size - 1, 63).bit_length()
         free = self._pool.setdefault(whole, [])
-        backing = free.pop() if free else bytearray(whole)
+        if free:
+            # On a GPU its next use comes after what the stream waits for by then; here the host is about to write it.
+            self.emulator.settle(self.handle)
+            backing = free.pop()
+            backing[:] = _POISON * whole
+        else:
+            backing = bytearray(whole)
         lease = _lease_type(size).from_buffer(backing)
         memory = torch.frombuffer(lease, dtype=torch.uint8)
         weakref.finalize(lease, self._recycle, memory.data_ptr(), size, backing).atexit = False
@@ -127,8 +135,9 @@ class _SendChannel(_NcclSendChannel):
         super().transfer(layout, tag, [self._compute.made(tensor) for tensor in tensors])
 
     def finish(self) -> None:
+        leaving = list(self._leaving)
         super().finish()
-        for _, tensors in self._leaving:
+        for _, tensors in leaving:
             for tensor in tensors:
                 size = tensor.numel() * tensor.element_size()
                 if not self._compute.is_lent(tensor):

@@ -55,20 +55,29 @@ def seeds(rank: int, size: int, group: Any, cases: list[tuple[int, transparency.
     return found
 
 
-def one_place(
+def few_places(
     rank: int, size: int, group: Any, communicators: str, cases: list[tuple[int, transparency.Case]]
 ) -> list[str]:
-    """The same where a device holds one NCCL kernel at a time, and no send ends before its receive."""
+    """The same where a device holds one NCCL kernel of each communicator, and no send ends before its receive."""
     emulator, compute = control(), compute_stream()
     found: list[str] = []
-    with patch.dict(os.environ, PYPIPE_NCCL_COMMUNICATORS=communicators), compute.installed():
+    connect = nccl.NcclTransport.connect
+
+    def connect_and_limit(transport: nccl.NcclTransport) -> None:
+        connect(transport)
+        emulator.set("resident", max(len(transport._edge_of), 1))
+
+    with (
+        patch.dict(os.environ, PYPIPE_NCCL_COMMUNICATORS=communicators),
+        patch.object(nccl.NcclTransport, "connect", connect_and_limit),
+        compute.installed(),
+    ):
         for seed, case in cases:
             emulator.reset_counters()
             emulator.set("seed", seed * 64 + rank)
-            emulator.set("resident", 1)
             emulator.set("staging", 0)
             try:
-                found += transparency.compare(rank, size, group, *case, timeout=30 if communicators == "pair" else 2)
+                found += transparency.compare(rank, size, group, *case, timeout=30)
             except pypipe.PipelineError as error:
                 found.append(f"{type(error).__name__}: {error}")
             finally:
@@ -187,3 +196,77 @@ def beside_an_empty_one(rank: int, size: int, group: Any) -> list[str]:
     assert driver.cuMemFree_v2(memory) == 0
     emulator.reset_counters()
     return found
+
+
+def one_buffer(rank: int, size: int, group: Any, waits: bool) -> tuple[list[str], list[str]]:
+    """A stage that returns one buffer again and again, as a CUDA graph does: hazards, and warnings, in two runs.
+
+    Args:
+        waits: whether the channel does what it does about that.
+    """
+    from contextlib import ExitStack
+    from warnings import catch_warnings, simplefilter
+
+    import torch.distributed as dist
+
+    from pypipe.program import Channel, Link
+    from pypipe.runtime.rendezvous.config import Config
+    from pypipe.runtime.rendezvous.world import find_world
+    from pypipe.runtime.transport.connection import connect
+
+    emulator, compute = control(), compute_stream()
+    emulator.reset_counters()
+    channel = Channel(Kind.F, 0, 1)
+    links = {channel: Link(Kind.F, 0, 1)}
+    buffer = torch.zeros(64)
+    with ExitStack() as stack:
+        seen = stack.enter_context(catch_warnings(record=True))
+        simplefilter("always")
+        stack.enter_context(patch.object(nccl, "current_stream", lambda device: compute.handle))
+        connection = connect(
+            find_world(group), torch.device("cpu"), links, lambda _: {channel: 2}, Config(), lambda _: None, 20.0
+        )
+        for _ in range(2):
+            for microbatch in range(6):
+                if rank == 0:
+                    sender: Any = connection.senders[channel]
+                    compute.writes(buffer.data_ptr(), 256, f"the graph of microbatch {microbatch}")
+                    if not waits:
+                        sender._first = sender._reuses = False
+                        sender._leaving.clear()
+                    sender.send(buffer, microbatch, 1, 6)
+                else:
+                    receiver: Any = connection.receivers[channel]
+                    receiver.post(microbatch)
+                    receiver.receive(microbatch, training=False).give_back()
+            if rank == 0:
+                connection.senders[channel].finish()
+        emulator.settle(compute.handle)
+        dist.barrier(group)
+        connection.close()
+    return hazards(emulator, rank), [str(each.message) for each in seen]
+
+
+def running_ahead(rank: int, size: int, group: Any, n_microbatches: int) -> tuple[int, list[str]]:
+    """The most bytes of sent tensors that this rank kept alive in an eval(), after a first one."""
+    emulator, compute = control(), compute_stream()
+    emulator.reset_counters()
+    transfer = nccl.NcclSendChannel.transfer
+    most = 0
+
+    def counted(port: Any, *args: Any) -> None:
+        nonlocal most
+        transfer(port, *args)
+        kept = sum(t.numel() * t.element_size() for _, tensors in port._leaving for t in tensors)
+        most = max(most, kept)
+
+    with patch.object(nccl.NcclSendChannel, "transfer", counted), compute.installed():
+        stage = pypipe.PipelineStage(nn.Linear(64, 64), rank, size, torch.device("cpu"), group=group)
+        schedule = pypipe.ScheduleGPipe(stage, n_microbatches, timeout=30)
+        x = torch.randn(n_microbatches, 64)
+        schedule.eval(x)
+        most = 0
+        schedule.eval(x)
+        schedule.close()
+    emulator.settle(compute.handle)
+    return most, hazards(emulator, rank)

@@ -16,7 +16,6 @@ from nccl_cases import compute_stream, control, hazards
 from torch.nn import functional
 
 import pypipe
-from pypipe import base_schedule as schedule_module
 from pypipe.program import Link
 from pypipe.runtime.transport import connection
 from pypipe.runtime.transport.links.registry import TRANSPORTS
@@ -72,17 +71,9 @@ def checksum(rank: int, size: int, group: Any, ways: Sequence[str]) -> str:
         return _attempt(rank, size, group, check="checksum")
 
 
-def two_copies(rank: int, size: int, group: Any) -> str:
-    """DualPipe where each pair of ranks has one communicator."""
-    with patch.dict(os.environ, PYPIPE_NCCL_COMMUNICATORS="pair"):
-        return _attempt(rank, size, group, name="ScheduleDualPipe")
-
-
-def one_rank_without_pairs(rank: int, size: int, group: Any) -> str:
-    """Rank 0 is on a CPU, the others need one communicator for each pair."""
-    with patch.dict(os.environ, PYPIPE_NCCL_COMMUNICATORS="pair"), contextlib.ExitStack() as stack:
-        if rank == 0:
-            stack.enter_context(patch.object(schedule_module, "single_communicator", lambda *_: False))
+def disagreeing(rank: int, size: int, group: Any) -> str:
+    """Rank 0 asks for a communicator for each link, the others for one for each pair."""
+    with patch.dict(os.environ, PYPIPE_NCCL_COMMUNICATORS="pair" if rank else "link"):
         return _attempt(rank, size, group)
 
 
@@ -92,28 +83,21 @@ def thread_blocks(rank: int, size: int, group: Any, values: Sequence[str]) -> st
         return _attempt(rank, size, group)
 
 
-def old_libraries(rank: int, size: int, group: Any, knob: str, value: int) -> tuple[str, list[str]]:
-    """What a rank raises with an older NCCL or driver, and how its program's transfers stand."""
-    from pypipe.runtime import libraries
-
-    emulator = control()
-    emulator.set(knob, value)
-    libraries.nccl.cache_clear()
-    libraries.cuda.cache_clear()
-    try:
-        modules, batch, loss = make("mlp", size)
-        stage = pypipe.PipelineStage(modules[rank], rank, size, CPU, group=group)
-        schedule = pypipe.Schedule1F1B(stage, 4, loss, timeout=20)
-        x, y = batch(8)
+def small_device(rank: int, size: int, group: Any, multiprocessors: int) -> tuple[str, list[str]]:
+    """Which communicators there are on a GPU of so many multiprocessors, and what is said about them."""
+    modules, batch, loss = make("mlp", size)
+    stage = pypipe.PipelineStage(modules[rank], rank, size, CPU, group=group)
+    schedule = pypipe.Schedule1F1B(stage, 4, loss, timeout=20)
+    x, y = batch(8)
+    with (
+        patch.object(connection, "multiprocessors", lambda device, choice: multiprocessors),
+        warnings.catch_warnings(record=True) as seen,
+    ):
+        warnings.simplefilter("always")
         schedule.step(x, target=y)
-        actions = [str(action) for action in schedule.program.ranks[rank]]
-        held = schedule._pipeline._running.connection.issue is not None
-        schedule.close()
-        return "one for each pair" if held else "one for each link", actions
-    finally:
-        emulator.set(knob, {"version": 0, "driver": 13000}[knob])
-        libraries.nccl.cache_clear()
-        libraries.cuda.cache_clear()
+    held = schedule._pipeline._running.connection.issue is not None
+    schedule.close()
+    return "one for each pair" if held else "one for each link", [str(each.message) for each in seen]
 
 
 def warned(rank: int, size: int, group: Any, connections: str) -> list[str]:

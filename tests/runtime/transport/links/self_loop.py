@@ -37,14 +37,15 @@ class SelfLoop:
             hub.add_peer(peer, end.detach())
         for hub in self.hubs:
             hub.start()
-        cuda, nccl = libraries.cuda(), libraries.nccl()
-        self.edge = _core.NcclEdge(
-            cuda, nccl, nccl.unique_id(), 0, _core.NcclDirection.TO_ITSELF, "pypipe self", 1, 4, self.wait_policy
-        )
+        nccl = libraries.nccl()
+        edges = _core.NcclEdges(libraries.gpu(device.index or 0), nccl)
+        self.edge = edges.add(nccl.unique_id(), 0, _core.NcclDirection.TO_ITSELF, "pypipe self", 4)
+        edges.connect(self.wait_policy)
         self.group = _core.NcclGroup()
-        self.watchdog = _core.NcclWatchdog(self.hubs[0], [self.edge], timeout, 1)
+        self.watchdog = _core.NcclWatchdog(self.hubs[0], edges, timeout, 1)
         self._memory = Memory(device)
         self._links: list[Any] = []
+        self._senders: list[NcclSendChannel] = []
 
     def channel(
         self, slots: int, stage: int = 0, kind: Kind = Kind.F, *, backwards: bool = False
@@ -60,14 +61,19 @@ class SelfLoop:
         self._links.append((send_link, receive_link))
         sender = _core.ChannelSender(here, send_link, there_rank(backwards), number, slots)
         receiver = _core.ChannelReceiver(there, receive_link, here_rank(backwards), number, slots)
+        outgoing = NcclSendChannel(self.device, sender, self.wait_policy, stage, kind)
+        outgoing.held_back = True
+        self._senders.append(outgoing)
         return (
-            NcclSendChannel(self.device, sender, self.wait_policy, stage, kind),
+            outgoing,
             NcclReceiveChannel(self._memory, self.device, receiver, self.wait_policy, stage, kind),
         )
 
     def issue(self) -> None:
         """What was sent and posted goes out."""
         self.group.issue(self.wait_policy)
+        for sender in self._senders:
+            sender.issued()
 
     def close(self) -> None:
         """Takes the communicator and the sockets down."""

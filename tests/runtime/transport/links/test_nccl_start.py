@@ -31,13 +31,6 @@ def test_checksums_are_refused_on_every_rank_where_any_link_is_nccls(gpus: RankP
         assert "NCCL" in raised
 
 
-def test_two_copies_of_a_model_are_refused_on_every_rank_with_one_communicator_a_pair(gpus: RankPool) -> None:
-    for rank, raised in enumerate(gpus.run(4, cases.two_copies)):
-        assert raised.startswith("ConfigurationError: "), f"rank {rank}: {raised}"
-        assert "two copies of the model" in raised
-        assert "PYPIPE_NCCL_COMMUNICATORS" in raised
-
-
 @pytest.mark.parametrize(
     ("values", "words"),
     [
@@ -56,25 +49,19 @@ def test_the_thread_blocks_of_a_communicator_are_a_number_on_which_ranks_agree(
 
 
 def test_ranks_that_disagree_about_communicators_say_so_on_every_rank(gpus: RankPool) -> None:
-    for rank, raised in enumerate(gpus.run(3, cases.one_rank_without_pairs)):
+    for rank, raised in enumerate(gpus.run(3, cases.disagreeing)):
         assert raised.startswith("ConfigurationError: the ranks disagree about communicators"), f"rank {rank}: {raised}"
-        assert "PYPIPE_NCCL_COMMUNICATORS=link" in raised
+        assert "the same PYPIPE_NCCL_COMMUNICATORS" in raised
 
 
 @pytest.mark.parametrize(
-    ("knob", "value", "expected"),
-    [
-        ("version", 22503, "one for each pair"),
-        ("version", 22603, "one for each link"),
-        ("driver", 12020, "one for each pair"),
-        ("driver", 12030, "one for each link"),
-    ],
+    ("multiprocessors", "expected"), [(0, "one for each link"), (132, "one for each link"), (16, "one for each pair")]
 )
-def test_with_libraries_that_order_no_communicators_each_pair_of_ranks_gets_one(
-    gpus: RankPool, knob: str, value: int, expected: str
-) -> None:
-    for rank, (communicators, actions) in enumerate(gpus.run(3, cases.old_libraries, knob, value)):
-        assert communicators == expected, f"rank {rank}: {actions}"
+def test_communicators_leave_half_of_a_gpu_to_compute(gpus: RankPool, multiprocessors: int, expected: str) -> None:
+    for rank, (communicators, said) in enumerate(gpus.run(3, cases.small_device, multiprocessors)):
+        assert communicators == expected, f"rank {rank}"
+        assert len(said) == (expected == "one for each pair")
+        assert all("rank 1 has 4 links" in words and "16 multiprocessors" in words for words in said), said
 
 
 @pytest.mark.parametrize(("connections", "count"), [("1", 1), ("8", 0)])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from pypipe.program import Channel, build, builder_names, channel_of, lower
-from pypipe.program.single_communicator.groups import ends_of_groups
+from pypipe.program.groups import ends_of_groups
 
 
 def _groups(name: str, n_ranks: int, n_microbatches: int) -> list[list[list[str]]]:
-    program = lower(build(name, n_ranks, n_microbatches), single_communicator=True)
+    program = lower(build(name, n_ranks, n_microbatches), synchronous=True)
     found = []
     for rank, actions in enumerate(program.ranks):
         groups: list[list[str]] = [[]]
@@ -43,7 +43,7 @@ def test_a_gradient_is_not_grouped_with_the_output_that_it_comes_from() -> None:
 def test_with_groups_as_rendezvous_and_one_at_a_time_every_rank_reaches_its_end(name: str) -> None:
     """The hosts: a group is issued when its messages are announced, and those are when their senders come to them."""
     for n_ranks, n_microbatches in ((2, 4), (4, 8)):
-        program = lower(build(name, n_ranks, n_microbatches), single_communicator=True)
+        program = lower(build(name, n_ranks, n_microbatches), synchronous=True)
         ends = [ends_of_groups(program, rank) for rank in range(n_ranks)]
         at = [0] * n_ranks
         announced: set[tuple[Channel, int]] = set()

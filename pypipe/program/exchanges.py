@@ -1,4 +1,4 @@
-"""Lowering where each pair of ranks has one communicator: both ranks get their transfers in one order."""
+"""Lowering for synchronous transfers: all ranks list what they exchange in one order."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from pypipe.program.walk import Policy, walk
 _UNITS = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
 
 
-def pair_transfers(program: Program, messages: Messages) -> list[list[Action]]:
+def order_exchanges(program: Program, messages: Messages) -> list[list[Action]]:
     """Put transfers into the ranks' lists, each into both ranks' lists at the same moment of a run.
 
     The run is simulated with T_F = T_I = T_W: a SEND follows its producer, and the RECV stands at that time after the
-    last action that its rank has started. So the two ranks of a pair list what they exchange in one order, and
-    transfers that a rank is to issue between two of its actions stand together, opposite ones paired.
+    last action that its rank has started. So there is one order of all that happens in the pipeline, of which each
+    rank's list is a part: a rank that waits in a transfer, or for everything that it has listed so far, waits for what
+    comes earlier in that order. Transfers that a rank is to issue between two of its actions stand together, opposite
+    ones paired.
 
     Args:
         program: compute actions only, complete and in order within each rank.
@@ -27,12 +29,12 @@ def pair_transfers(program: Program, messages: Messages) -> list[list[Action]]:
     Raises:
         ProgramError: some ranks wait for each other.
     """
-    pairing = _Pairing(program, messages)
-    walk(program, pairing)
-    return pairing.lists
+    exchanges = _Exchanges(program, messages)
+    walk(program, exchanges)
+    return exchanges.lists
 
 
-class _Pairing(Policy):
+class _Exchanges(Policy):
     """A run in which time passes; the lists are written as it goes."""
 
     def __init__(self, program: Program, messages: Messages) -> None:

@@ -15,10 +15,10 @@ def ends_of_groups(program: Program, rank: int) -> list[bool]:
     opposite transfers share a group, in which both run at once, only where neither can depend on the other: they stand
     next to each other in this rank's list, and no compute action stands between them in the other rank's list either.
     Any other transfer is a group of its own. All ranks list what they exchange in one order
-    (`ordering.pair_transfers`), so a rank that waits in a group waits for what comes earlier in that order.
+    (`exchanges.order_exchanges`), so a rank that waits in a group waits for what comes earlier in that order.
 
     Args:
-        program: lowered for one communicator.
+        program: lowered for synchronous transfers.
         rank: whose list.
     """
     segments = _segments(program)

@@ -1,1 +1,0 @@
-"""What differs where each pair of ranks has one communicator for both directions."""
