@@ -486,6 +486,10 @@ class ChannelSender:
 class ChannelReceiver:
     def __init__(self, hub: Hub, link: ReceiveLink, peer: typing.SupportsInt | typing.SupportsIndex, channel: typing.SupportsInt | typing.SupportsIndex, slots: typing.SupportsInt | typing.SupportsIndex) -> None:
         ...
+    def begin(self, run: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        Begins a run whose messages are promised to be those of the first run of this number.
+        """
     def description(self, layout: typing.SupportsInt | typing.SupportsIndex, policy: WaitPolicy) -> str:
         ...
     def post(self, stream: typing.SupportsInt | typing.SupportsIndex, policy: WaitPolicy) -> None:

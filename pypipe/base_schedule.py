@@ -67,6 +67,9 @@ class Schedule:
         check: "nan" looks through what every action makes and raises NonFiniteError at the first NaN or infinity;
             "checksum" sends checksums along and raises CorruptionError where a message changed on its way (not over
             NCCL). One of them or a list; they cost time.
+        shapes: "dynamic": what a stage returns may have other shapes, dtypes and structure at any microbatch. "static":
+            it is promised to be for each microbatch what it is in the first step(), and in the first eval() for those;
+            what is not raises LayoutError on every rank. Over NCCL the host of a rank then waits for no other one.
         options: what else the builder takes, by its own names.
 
     Raises:
@@ -88,6 +91,7 @@ class Schedule:
         target_chunk_spec: Any = None,
         timeout: float | datetime.timedelta = 600.0,
         check: str | Sequence[str] | None = None,
+        shapes: str = "dynamic",
         **options: Any,
     ) -> None:
         given = _listed(stages)
@@ -99,6 +103,8 @@ class Schedule:
             checks = wanted(check)
         except ValueError as error:
             problem, checks = problem or str(error), frozenset()
+        if problem is None and shapes not in ("dynamic", "static"):
+            problem = f'shapes={shapes!r}: it takes "dynamic" or "static"'
         fitted, of_ranks, ctas = Fitted(), "auto", 0
         if problem is None:
             try:
@@ -136,6 +142,7 @@ class Schedule:
             ),
             timeout=seconds,
             checks=checks,
+            static=shapes == "static",
             get_mesh=[stage.get_mesh for stage in given],
         )
         declare(world)

@@ -51,9 +51,15 @@ class _Single(Schedule):
         target_chunk_spec: Any = None,
         timeout: float | datetime.timedelta = 600.0,
         check: str | Sequence[str] | None = None,
+        shapes: str = "dynamic",
     ) -> None:
         specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
-        more: dict[str, Any] = {"target_chunk_spec": target_chunk_spec, "timeout": timeout, "check": check}
+        more: dict[str, Any] = {
+            "target_chunk_spec": target_chunk_spec,
+            "timeout": timeout,
+            "check": check,
+            "shapes": shapes,
+        }
         super().__init__(self._name, stage, n_microbatches, loss_fn, *specs, scale_grads, **more)
 
 
@@ -81,9 +87,15 @@ class _Multi(Schedule):
         target_chunk_spec: Any = None,
         timeout: float | datetime.timedelta = 600.0,
         check: str | Sequence[str] | None = None,
+        shapes: str = "dynamic",
     ) -> None:
         specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
-        more: dict[str, Any] = {"target_chunk_spec": target_chunk_spec, "timeout": timeout, "check": check}
+        more: dict[str, Any] = {
+            "target_chunk_spec": target_chunk_spec,
+            "timeout": timeout,
+            "check": check,
+            "shapes": shapes,
+        }
         super().__init__(self._name, stages, n_microbatches, loss_fn, *specs, scale_grads, **more)
 
 
@@ -162,9 +174,15 @@ class ScheduleLoopedBFS(_Multi):
         target_chunk_spec: Any = None,
         timeout: float | datetime.timedelta = 600.0,
         check: str | Sequence[str] | None = None,
+        shapes: str = "dynamic",
     ) -> None:
         specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
-        more: dict[str, Any] = {"target_chunk_spec": target_chunk_spec, "timeout": timeout, "check": check}
+        more: dict[str, Any] = {
+            "target_chunk_spec": target_chunk_spec,
+            "timeout": timeout,
+            "check": check,
+            "shapes": shapes,
+        }
         super().__init__(stages, n_microbatches, loss_fn, *specs, scale_grads, **more)
 
 

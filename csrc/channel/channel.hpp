@@ -102,6 +102,7 @@ class ChannelReceiver {
  public:
   ChannelReceiver(Hub& hub, ReceiveLink& link, int peer, std::uint32_t channel, std::uint32_t slots);
 
+  void begin(std::uint32_t run) { link_.begin(channel_, run); }
   void post(Stream stream, const WaitPolicy& policy) { link_.post(channel_, stream, policy); }
   // The next message, which must be the one of this tag. Throws Error{mismatch} otherwise.
   [[nodiscard]] Arrival receive(const MessageTag& expected, Stream stream, const WaitPolicy& policy);

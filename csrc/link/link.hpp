@@ -8,7 +8,8 @@
 //             send()      reads the parts after all earlier work of the stream
 //             sent()      how many messages have been read: their parts may now be freed or overwritten
 //             finish()    later work of the stream may overwrite the parts of all messages so far
-//   receiver  post()      one more receive may be started, into a free slot, after earlier work of the stream
+//   receiver  begin()     the channel's messages from now on will be those of an earlier run, in all but their bytes
+//             post()      one more receive may be started, into a free slot, after earlier work of the stream
 //             receive()   the next message; the stream's later work sees its bytes
 //             release()   the slot may be overwritten after earlier work of the stream
 //
@@ -105,7 +106,11 @@ class ReceiveLink {
   ReceiveLink& operator=(const ReceiveLink&) = delete;
   virtual ~ReceiveLink() = default;
 
-  // Sets a free slot of `channel` aside for the next message. Never blocks.
+  // Begins a run of this number, in which the channel's messages are promised to be those of the first run of the same
+  // number, one by one: same envelopes, other bytes. Without it nothing is promised.
+  virtual void begin(std::uint32_t /*channel*/, std::uint32_t /*run*/) {}
+
+  // Sets a free slot of `channel` aside for the next message. May wait until that is announced.
   virtual void post(std::uint32_t channel, Stream stream, const WaitPolicy& policy) = 0;
 
   // The next message of the link. `history`: how long the wait for it took in earlier steps. Throws Error{timeout,

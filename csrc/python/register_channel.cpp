@@ -149,6 +149,8 @@ void register_channel(py::module_& module) {
   py::class_<ChannelReceiver>(module, "ChannelReceiver")
       .def(py::init<Hub&, ReceiveLink&, int, std::uint32_t, std::uint32_t>(), arg("hub"), arg("link"), arg("peer"),
            arg("channel"), arg("slots"), keep_alive<1, 2>(), keep_alive<1, 3>())
+      .def("begin", &ChannelReceiver::begin, arg("run"),
+           "Begins a run whose messages are promised to be those of the first run of this number.")
       .def(
           "post",
           [](ChannelReceiver& channel, std::uintptr_t stream, const WaitPolicy& policy) {

@@ -8,7 +8,8 @@
 //             than the channel has slots
 // The host only enqueues, and waits for one thing: the envelope, which the sender's host sends over the control socket
 // when it issues the send. Without it the receiver knows neither the size nor the layout. post() waits for it, so that a
-// receive is on the device where the program says. Programs are lowered for that (pypipe/program/exchanges.py), and it is
+// receive is on the device where the program says. Where envelopes are promised (begin()), it waits for nobody: the receive
+// is what it was in the first run, and the envelope is compared when it comes. Programs are lowered for that (pypipe/program/exchanges.py), and it is
 // what lets a host wait for its device anywhere: all transfers that it has issued have their other ends issued, or will
 // have by ranks that do not wait for this one.
 //
@@ -92,6 +93,7 @@ class NcclReceiveLink final : public ReceiveLink {
                   const std::map<std::uint32_t, std::uint32_t>& slots, std::shared_ptr<NcclGroup> group);
   ~NcclReceiveLink() override;
 
+  void begin(std::uint32_t channel, std::uint32_t run) override;
   void post(std::uint32_t channel, Stream stream, const WaitPolicy& policy) override;
   [[nodiscard]] Arrival receive(Stream stream, const WaitPolicy& policy, WaitHistory& history) override;
   void release(const Slot& slot, Stream stream) override;
@@ -113,12 +115,15 @@ class NcclReceiveLink final : public ReceiveLink {
     Arrival arrival;
     std::optional<cuda::Event> arrived;
   };
-  NcclTransfer transfer(Stream stream);
+  NcclTransfer transfer(std::uint32_t channel, Stream stream);
   // Assigns a slot to a message, and makes the link's stream wait until the slot may be overwritten.
   Started& place(const Envelope& envelope, Stream stream);
   void enqueue(const Arrival& message, nccl::CommunicatorHandle communicator, cuda::StreamHandle on) const;
   void note_arrival(Started& message);
-  [[nodiscard]] Envelope take(const WaitPolicy& policy);
+  // The envelope of the channel's next message: the promised one, or the one that comes.
+  [[nodiscard]] Envelope next(std::uint32_t channel, const WaitPolicy& policy);
+  // Compares an envelope that has come with the oldest one that was promised and used.
+  void check(const Envelope& got);
   void grow(Lane& lane, std::size_t bytes, Stream stream);
   // Makes a stream wait for an event, and returns the event to the pool.
   void await(cuda::Event event, cuda::StreamHandle stream);
@@ -132,6 +137,15 @@ class NcclReceiveLink final : public ReceiveLink {
   std::map<std::uint32_t, Lane> lanes_;
   cuda::EventPool events_;
   std::deque<Started> started_;
+  // What the runs of a channel are made of.
+  struct Promise {
+    std::vector<Envelope> envelopes;
+    bool kept = false;  // it is the second run at least
+    std::size_t used = 0;
+  };
+  std::map<std::pair<std::uint32_t, std::uint32_t>, Promise> promises_;  // by channel and run
+  std::map<std::uint32_t, Promise*> current_;                            // of each channel
+  std::deque<Envelope> unseen_;                                          // promised and used, but not come yet
 };
 
 }  // namespace pypipe

@@ -22,6 +22,7 @@ _REMEDIES = {
     "communicators": "give every rank the same PYPIPE_NCCL_COMMUNICATORS, or none",
     "max_ctas": "give every rank the same PYPIPE_NCCL_MAX_CTAS, or none",
     "check": "give every rank's schedule the same check=",
+    "shapes": "give every rank's schedule the same shapes=",
     "program": "give every rank the same program (the same options, the same file)",
 }
 _SETTINGS = tuple(key for key in _REMEDIES if key != "program")

@@ -23,6 +23,7 @@ class Config:
         loss_fn: whether there is one.
         scale_grads: as the schedule has it.
         check: those that are on, by name.
+        shapes: as the schedule has it.
         communicators: what PYPIPE_NCCL_COMMUNICATORS asks for.
         max_ctas: what PYPIPE_NCCL_MAX_CTAS asks for; 0: nothing.
         multiprocessors: of the rank's GPU; 0: unknown.
@@ -44,6 +45,7 @@ class Config:
     loss_fn: bool = False
     scale_grads: bool = True
     check: list[str] = field(default_factory=list)
+    shapes: str = "dynamic"
     communicators: str = "auto"
     max_ctas: int = 0
     multiprocessors: int = 0

@@ -130,6 +130,7 @@ def _config(settings: Settings, wrappers: Sequence[Sequence[Wrapper]]) -> Config
         loss_fn=settings.loss is not None,
         scale_grads=settings.scale_grads,
         check=sorted(settings.checks),
+        shapes="static" if settings.static else "dynamic",
         state_names=[sketch(module) for _, module in settings.pieces],
         data_parallel=[[bool(found), any(each.shards for each in found)] for found in wrappers],
         copies=[describe_parameters(module) for _, module in settings.pieces] if copied else [],
@@ -149,6 +150,10 @@ def _make_stages(
 ) -> dict[int, StageExecution]:
     rank = settings.world.rank
     local = _local_channels(program, rank)
+    for channel, sender in connection.senders.items():
+        sender.static = settings.static and channel.kind is not Kind.W
+    for channel, receiver in connection.receivers.items():
+        receiver.static = settings.static and channel.kind is not Kind.W
     senders: dict[Channel, SendChannel | LocalChannel] = {**connection.senders, **local}
     receivers: dict[Channel, ReceiveChannel | LocalChannel] = {**connection.receivers, **local}
     stages = {}

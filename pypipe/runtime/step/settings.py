@@ -34,6 +34,7 @@ class Settings:
         specs: how to cut batches and join outputs.
         timeout: seconds that any wait may take.
         checks: those of runtime/checks.py that are wanted.
+        static: whether layouts are promised to stay as they are in the first step and the first eval.
         get_mesh: for each of the pieces, what gives it a mesh by the names of its dimensions, or None.
     """
 
@@ -48,6 +49,7 @@ class Settings:
     specs: ChunkSpecs
     timeout: float
     checks: frozenset[str] = frozenset()
+    static: bool = False
     get_mesh: Sequence[Callable[..., Any] | None] = ()
 
     @property

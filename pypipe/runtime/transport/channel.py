@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pypipe import _core
-from pypipe.errors import MismatchError
+from pypipe.errors import LayoutError, MismatchError
 from pypipe.program import Kind
 from pypipe.runtime.autograd.engine import enter
 from pypipe.runtime.diagnostics.checks import checksums, compare_checksums
@@ -76,6 +76,9 @@ class SendChannel(ABC):
         self._kind = kind.order
         self._evaluates = False
         self._layouts: dict[trees.Description, _Outgoing] = {}
+        self.static = False
+        """Whether messages are promised to have the layouts of the first step or eval."""
+        self._promised: dict[tuple[bool, int], tuple[trees.Description, int, int]] = {}
 
     @abstractmethod
     def announce(self, description: str, sizes: list[int], forgotten: int) -> Any:
@@ -135,6 +138,8 @@ class SendChannel(ABC):
         """
         tensors: list[Tensor] = []
         description = trees.describe(tree, tensors)
+        if self.static:
+            self._keep_promise(description, microbatch, rows, batch_rows)
         if len(tensors) == 1 and not self._checksum:  # the common case, without bookkeeping
             layout = self._layouts.get(description) or self._announce(description)
             only = trees.as_sent(tensors[0], layout.strides[0])
@@ -152,6 +157,20 @@ class SendChannel(ABC):
             sums.copy_(torch.tensor(checksums(sent[:-1]), dtype=torch.int64))
         self.transfer(layout.handle, Tag(self._stage, self._kind, microbatch, rows, batch_rows, self._evaluates), sent)
         return tensors if sums is None else tensors[:-1]
+
+    def _keep_promise(self, description: trees.Description, microbatch: int, rows: int, batch_rows: int) -> None:
+        new = (description, rows, batch_rows)
+        promised = self._promised.setdefault((self._evaluates, microbatch), new)
+        if new == promised:
+            return
+        what = "output" if self._kind == Kind.F.order else "gradient"
+        name = "eval()" if self._evaluates else "step()"
+        then, now = (f"{rows} of {whole} rows, {trees.outline(of)}" for of, rows, whole in (promised, new))
+        raise LayoutError(
+            f'the schedule has shapes="static", which promises that the {what} of a microbatch is in every {name} what '
+            f'it was in the first: it was {then}, and is {now} now. Give the schedule shapes="dynamic", or pad batches '
+            "to one size"
+        )
 
     def _announce(self, description: trees.Description) -> _Outgoing:
         forgotten = 0
@@ -215,6 +234,8 @@ class ReceiveChannel(ABC):
         self._kind = kind.order
         self._evaluates = False
         self._layouts: dict[int, IncomingLayout] = {}
+        self.static = False
+        """Whether messages are promised to have the layouts of the first step or eval."""
         self.meshes: Meshes | None = None
         """The receiving stage's."""
         self._early: dict[int, Any] = {}

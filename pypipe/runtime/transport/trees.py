@@ -32,7 +32,17 @@ from pypipe.runtime.tensor_memory import overlapping, settled
 from pypipe.runtime.transport.distributed_tensors import Meshes, is_distributed, to_distributed, to_plain
 from pypipe.runtime.transport.host_tensors import HostTensor
 
-__all__ = ["Description", "TensorSpec", "decode", "describe", "encode", "rebuild", "shared_tensors", "tensor_specs"]
+__all__ = [
+    "Description",
+    "TensorSpec",
+    "decode",
+    "describe",
+    "encode",
+    "outline",
+    "rebuild",
+    "shared_tensors",
+    "tensor_specs",
+]
 
 Description = tuple[Any, ...]
 
@@ -70,6 +80,13 @@ def describe(tree: Any, tensors: list[Tensor]) -> Description:
         if shared:
             return ("shared", description, shared)
     return description
+
+
+def outline(description: Description) -> str:
+    """Shapes and dtypes of a tree's tensors, in words."""
+    specs = tensor_specs(description)
+    listed = [f"{str(spec.dtype).removeprefix('torch.')} {list(spec.shape)}" for spec in specs[:6]]
+    return ", ".join(listed) + (" ..." if len(specs) > 6 else "") if specs else "no tensors"
 
 
 def shared_tensors(description: Description) -> tuple[int, ...]:

@@ -166,8 +166,13 @@ class NcclReceiveChannel(CoreReceiveChannel):
         self._slots = memory
         self._device = device
 
+    def begin(self, *, training: bool) -> None:
+        super().begin(training=training)
+        if self.static:
+            self._core.begin(int(training))
+
     def post(self, microbatch: int) -> None:
-        """Starts to receive the next message, for whose announcement it waits."""
+        """Starts to receive the next message, for whose announcement it waits unless its layout is promised."""
         self._core.post(current_stream(self._device), self._wait_policy)
 
     def wait(self, tag: Tag) -> _core.Message:

@@ -5,20 +5,26 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import warnings
 from typing import Any
 from unittest.mock import patch
 
 import cuda_emulator
 import self_loop
+import static_cases
 import torch
+import torch.distributed as dist
 import transparency
 from compute_stream import ComputeStream
 from models import make, twins, unpipelined
 from torch import nn
 
 import pypipe
-from pypipe.program import Kind
+from pypipe.program import Channel, Kind, Link
+from pypipe.runtime.rendezvous.config import Config
+from pypipe.runtime.rendezvous.world import find_world
 from pypipe.runtime.transport.channel import Tag
+from pypipe.runtime.transport.connection import Connection, connect
 from pypipe.runtime.transport.links import nccl
 
 
@@ -198,34 +204,31 @@ def beside_an_empty_one(rank: int, size: int, group: Any) -> list[str]:
     return found
 
 
+def _one_channel(group: Any, slots: int) -> tuple[Connection, Channel]:
+    """A channel from rank 0 to rank 1."""
+    channel = Channel(Kind.F, 0, 1)
+    links = {channel: Link(Kind.F, 0, 1)}
+    connection = connect(
+        find_world(group), torch.device("cpu"), links, lambda _: {channel: slots}, Config(), lambda _: None, 20.0
+    )
+    return connection, channel
+
+
 def one_buffer(rank: int, size: int, group: Any, waits: bool) -> tuple[list[str], list[str]]:
     """A stage that returns one buffer again and again, as a CUDA graph does: hazards, and warnings, in two runs.
 
     Args:
         waits: whether the channel does what it does about that.
     """
-    from contextlib import ExitStack
-    from warnings import catch_warnings, simplefilter
-
-    import torch.distributed as dist
-
-    from pypipe.program import Channel, Link
-    from pypipe.runtime.rendezvous.config import Config
-    from pypipe.runtime.rendezvous.world import find_world
-    from pypipe.runtime.transport.connection import connect
-
     emulator, compute = control(), compute_stream()
     emulator.reset_counters()
-    channel = Channel(Kind.F, 0, 1)
-    links = {channel: Link(Kind.F, 0, 1)}
     buffer = torch.zeros(64)
-    with ExitStack() as stack:
-        seen = stack.enter_context(catch_warnings(record=True))
-        simplefilter("always")
-        stack.enter_context(patch.object(nccl, "current_stream", lambda device: compute.handle))
-        connection = connect(
-            find_world(group), torch.device("cpu"), links, lambda _: {channel: 2}, Config(), lambda _: None, 20.0
-        )
+    with (
+        warnings.catch_warnings(record=True) as seen,
+        patch.object(nccl, "current_stream", lambda device: compute.handle),
+    ):
+        warnings.simplefilter("always")
+        connection, channel = _one_channel(group, slots=2)
         for _ in range(2):
             for microbatch in range(6):
                 if rank == 0:
@@ -270,3 +273,54 @@ def running_ahead(rank: int, size: int, group: Any, n_microbatches: int) -> tupl
         schedule.close()
     emulator.settle(compute.handle)
     return most, hazards(emulator, rank)
+
+
+def posts_before_anything_is_sent(rank: int, size: int, group: Any) -> list[str]:
+    """With promised layouts: rank 1 posts the receives of its second run before rank 0 sends anything of it."""
+    emulator, compute = control(), compute_stream()
+    emulator.reset_counters()
+    with patch.object(nccl, "current_stream", lambda device: compute.handle):
+        connection, channel = _one_channel(group, slots=3)
+        kept = []
+        for run in range(3):
+            for sender in connection.senders.values():
+                sender.static = True
+                sender.begin(training=True)
+            for receives in connection.receivers.values():
+                receives.static = True
+                receives.begin(training=True)
+            if rank == 0:
+                if run:
+                    dist.barrier(group)
+                for microbatch in range(3):
+                    values = torch.full((4 + microbatch,), float(10 * run + microbatch))
+                    kept.append(values)  # no GPU's allocator is there to keep it for what the stream waits for
+                    compute.writes(values.data_ptr(), 4 * values.numel(), "what made this tensor")
+                    connection.senders[channel].send(values, microbatch, 1, 3)
+                connection.senders[channel].finish()
+            else:
+                receiver: Any = connection.receivers[channel]
+                for microbatch in range(3):
+                    receiver.post(microbatch)
+                if run:
+                    dist.barrier(group)
+                for microbatch in range(3):
+                    lease = receiver.receive(microbatch, training=False)
+                    emulator.settle(compute.handle)
+                    assert lease.tree.tolist() == [float(10 * run + microbatch)] * (4 + microbatch)
+                    lease.give_back()
+        emulator.settle(compute.handle)
+        dist.barrier(group)
+        connection.close()
+    return hazards(emulator, rank)
+
+
+def static_shapes(rank: int, size: int, group: Any, name: str, seed: int) -> list[str]:
+    """Steps and evals with promised layouts, microbatches of two lengths, over the emulator."""
+    emulator, compute = control(), compute_stream()
+    emulator.reset_counters()
+    emulator.set("seed", seed * 64 + rank)
+    with compute.installed():
+        found = static_cases.train(rank, size, group, name)
+    emulator.settle(compute.handle)
+    return found + hazards(emulator, rank)
