@@ -19,12 +19,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.parallel import DistributedDataParallel
 
 from pypipe.errors import InputError
 from pypipe.runtime.autograd.engine import run_backward
+from pypipe.runtime.data_parallel.foreign_ranks import foreign_ranks
 from pypipe.runtime.data_parallel.replica_failure import Reductions
 
 __all__ = ["Replicated"]
@@ -75,7 +77,7 @@ class Replicated:
         """See Wrapper."""
         return id(self._state)
 
-    def problem(self) -> str | None:
+    def problem(self, others: frozenset[int]) -> str | None:
         """See Wrapper."""
         if not hasattr(getattr(torch.distributed, "Reducer", None), "_autograd_hook"):
             return (
@@ -84,7 +86,24 @@ class Replicated:
         for attribute, what, remedy in _REFUSED:
             if _truth(self._state, attribute):
                 return f"DistributedDataParallel with {what} in a stage: {remedy}"
-        return None
+        if isinstance(self._state, DistributedDataParallel):
+            name, remedy = "DistributedDataParallel", "DistributedDataParallel(module, process_group=...)"
+        else:
+            name, remedy = "replicate", "replicate(module, process_group=...)"
+        # DDP has sent one rank's parameters to the whole group as it was made.
+        remedy += ", around a module made anew, since this one may have got another stage's parameters"
+        return foreign_ranks(f"{name} would average the gradients of", self._ranks(), others, remedy)
+
+    def _ranks(self) -> list[int]:
+        """The global ranks among which gradients are reduced; asks no DDP of replicate()'s to be made."""
+        ddp = self._state if isinstance(self._state, DistributedDataParallel) else getattr(self._state, "_ddp", None)
+        if ddp is not None:
+            group = ddp.process_group
+        else:
+            given = self._state._init_kwargs
+            mesh = given.get("device_mesh")
+            group = given.get("process_group") if mesh is None else mesh.get_group()
+        return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
 
     def begin(self, *, training: bool) -> None:
         """See Wrapper."""

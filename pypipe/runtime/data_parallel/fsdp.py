@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pypipe.runtime.data_parallel.foreign_ranks import foreign_ranks
 from pypipe.runtime.data_parallel.replica_failure import Reductions
 from pypipe.runtime.tensor_memory import memory_parts
 
@@ -53,9 +54,13 @@ class Sharded:
         """See Wrapper."""
         return id(self._state)
 
-    def problem(self) -> str | None:
-        """None: all of it works."""
-        return None
+    def problem(self, others: frozenset[int]) -> str | None:
+        """See Wrapper."""
+        ranks = {int(rank) for group in self._groups() for rank in group.mesh_info.mesh.mesh.flatten()}
+        remedy = (
+            "fully_shard(module, mesh=...), of a module made anew, since this one has parts of other stages' shards"
+        )
+        return foreign_ranks("fully_shard would share out the parameters of", ranks, others, remedy)
 
     @property
     def _state(self) -> Any:

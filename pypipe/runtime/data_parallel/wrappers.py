@@ -28,8 +28,12 @@ class Wrapper(Protocol):
     def identity(self) -> int:
         """Tells it from any other wrapper, and from itself where it has been applied anew."""
 
-    def problem(self) -> str | None:
-        """Why it cannot be used in a stage, and what to do; None where it can."""
+    def problem(self, others: frozenset[int]) -> str | None:
+        """Why it cannot be used in a stage, and what to do; None where it can.
+
+        Args:
+            others: the global ranks of this pipeline's other members, none of which is a replica of the stage.
+        """
 
     def begin(self, *, training: bool) -> None:
         """Begins a step: from now on nothing is gathered, freed or reduced but by the methods below."""

@@ -40,9 +40,9 @@ class World:
     name: str
 
     def others(self) -> frozenset[int]:
-        """The global ranks of the other members; empty where there is no process group."""
-        if self.group is None:
-            return frozenset()
+        """The global ranks of the other members."""
+        if self.group is None:  # of torchrun's environment: a default group that comes later has the same ranks
+            return frozenset(range(self.size)) - {self.rank}
         return frozenset(dist.get_process_group_ranks(self.group)) - {dist.get_rank()}
 
     def rendezvous(self) -> int:

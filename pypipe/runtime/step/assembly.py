@@ -16,7 +16,7 @@ from pypipe.runtime.rendezvous.state_names import NameClash, find_clash, sketch
 from pypipe.runtime.step.executor import Executor
 from pypipe.runtime.step.fitting import Fitted
 from pypipe.runtime.step.model_copies import ModelCopies
-from pypipe.runtime.step.refused import refused_module
+from pypipe.runtime.step.refused import refused_mesh, refused_module
 from pypipe.runtime.step.settings import Settings
 from pypipe.runtime.step.stage_execution import StageExecution
 from pypipe.runtime.transport.channel import ReceiveChannel, SendChannel
@@ -190,7 +190,9 @@ def _find_wrappers(settings: Settings) -> list[list[Wrapper]]:
     for (piece, module), found in zip(settings.pieces, wrappers, strict=True):
         problem = refused_module(module, others)
         if problem is None:
-            problem = next((problem for wrapper in found if (problem := wrapper.problem()) is not None), None)
+            problem = next((text for wrapper in found if (text := wrapper.problem(others)) is not None), None)
+        if problem is None:
+            problem = refused_mesh(module, others)
         copied = settings.program is not None and len(settings.program.chains) > 1
         if copied and any(wrapper.shards for wrapper in found):
             problem = (

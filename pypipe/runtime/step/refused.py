@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["refused_module", "refused_now"]
+from pypipe.runtime.data_parallel.foreign_ranks import foreign_ranks
+
+__all__ = ["refused_mesh", "refused_module", "refused_now"]
 
 
 def refused_module(module: nn.Module, others: frozenset[int]) -> str | None:
@@ -17,7 +19,7 @@ def refused_module(module: nn.Module, others: frozenset[int]) -> str | None:
 
     Args:
         module: the stage's.
-        others: the global ranks of the other stages' holders.
+        others: the global ranks of this pipeline's other members.
     """
     for name, parameter in module.named_parameters():
         if getattr(parameter, "_in_backward_optimizers", None):
@@ -38,12 +40,38 @@ def refused_module(module: nn.Module, others: frozenset[int]) -> str | None:
                 )
         if isinstance(part, nn.SyncBatchNorm) and others and dist.is_initialized():
             group = part.process_group if part.process_group is not None else dist.group.WORLD
-            if not others.isdisjoint(dist.get_process_group_ranks(group)):
-                return (
-                    f"SyncBatchNorm would add up the statistics of different stages{where}: its process group has "
-                    "other ranks of this pipeline; give it the group of this stage's replicas: "
-                    "SyncBatchNorm.convert_sync_batchnorm(module, process_group=...)"
-                )
+            problem = foreign_ranks(
+                "SyncBatchNorm would add up the statistics of",
+                dist.get_process_group_ranks(group),
+                others,
+                "SyncBatchNorm.convert_sync_batchnorm(module, process_group=...)",
+                where,
+            )
+            if problem is not None:
+                return problem
+    return None
+
+
+def refused_mesh(module: nn.Module, others: frozenset[int]) -> str | None:
+    """Why a stage's module cannot be trained on the device mesh of its DTensors; None where it can.
+
+    Args:
+        module: the stage's.
+        others: the global ranks of this pipeline's other members.
+    """
+    for name, parameter in module.named_parameters():
+        mesh = getattr(parameter, "device_mesh", None)  # a DTensor's
+        if mesh is None:
+            continue
+        problem = foreign_ranks(
+            "parallelize_module would spread a parameter over the ranks of",
+            mesh.mesh.flatten().tolist(),
+            others,
+            "a device mesh of the ranks that hold this stage",
+            f" ({name})",
+        )
+        if problem is not None:
+            return problem
     return None
 
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import transparency
 from data_parallel_cases import CPU, WIDTH, Case, Replicas, mesh_of
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -230,6 +235,65 @@ def refused(rank: int, size: int, group: Any, what: str) -> str:
     finally:
         schedule.close()
     return "nothing was raised"
+
+
+def among_stages(rank: int, size: int, group: Any, schedule: str, wrapper: str) -> str:
+    """What a rank raises where what wraps its stages was told of no group, or of one with another stage's ranks."""
+    mesh = mesh_of(size, 2)
+    place, everyone = mesh["pp"].get_local_rank(), init_device_mesh("cpu", (size,))
+
+    def wrap(module: nn.Module) -> nn.Module:
+        match wrapper:
+            case "ddp":
+                return DistributedDataParallel(module)
+            case "ddp over the pipeline":  # as where the two dimensions of a mesh are confused
+                return DistributedDataParallel(module, process_group=mesh["pp"].get_group())
+            case "replicate":
+                return replicate(module)
+            case "replicate on a mesh":
+                return replicate(module, device_mesh=everyone)
+            case "fsdp":
+                return fully_shard(module)
+            case "fsdp inside":
+                return nn.Sequential(fully_shard(module), nn.Tanh())
+            case "hsdp":
+                return fully_shard(module, mesh=mesh)
+        return parallelize_module(module, everyone, ColwiseParallel(output_layouts=Replicate()))
+
+    count = transparency.count_stages(schedule, 2)
+    held = transparency.pieces_of(schedule, place, 2)
+    modules = [wrap(nn.Linear(4, 4)) if number in held else nn.Identity() for number in range(count)]
+    stages = [pypipe.PipelineStage(modules[piece], piece, count, CPU, group=mesh["pp"].get_group()) for piece in held]
+    given = stages[0] if schedule in transparency.SINGLE else stages
+    made = getattr(pypipe, schedule.partition(" ")[0])(given, n_microbatches=2, loss_fn=functional.mse_loss, timeout=30)
+    x = torch.ones(4, 4)
+    with pytest.raises(pypipe.ConfigurationError) as raised:
+        made.step(x, target=x)
+    made.close()
+    return str(raised.value)
+
+
+def alone(rank: int, size: int, group: Any) -> list[str]:
+    """Groups that are right though they are the default ones, or trivial: pipelines of one rank; a replica alone."""
+    found = []
+    for pipeline in (1, 2):
+        mesh = mesh_of(size, pipeline)
+        place = mesh["pp"].get_local_rank()
+        module = nn.Linear(4, 4)
+        reference = copy.deepcopy(module)
+        groups = [dist.new_group([each]) for each in range(size)]
+        wrapped = DistributedDataParallel(module, process_group=None if pipeline == 1 else groups[rank])
+        reference.load_state_dict(module.state_dict())
+        stage = pypipe.PipelineStage(wrapped, place, pipeline, CPU, group=mesh["pp"].get_group())
+        schedule = pypipe.Schedule1F1B(stage, 2, functional.mse_loss, timeout=30)
+        x = torch.ones(4, 4)
+        schedule.step(x, target=x)
+        if pipeline == 1:
+            functional.mse_loss(reference(x), x).backward()
+            if not torch.allclose(module.weight.grad, reference.weight.grad):
+                found.append(f"rank {rank}: other gradients")
+        schedule.close()
+    return found
 
 
 def two_copies(rank: int, size: int, group: Any) -> list[str]:

@@ -114,6 +114,34 @@ def test_what_cannot_be_right_is_refused_by_name(ranks: RankPool, what: str, mes
         assert message in text
 
 
+AMONG_STAGES = {
+    "ddp": "DistributedDataParallel would average the gradients of different stages",
+    "ddp over the pipeline": "DistributedDataParallel(module, process_group=...)",
+    "replicate": "replicate would average the gradients of different stages",
+    "replicate on a mesh": "replicate(module, process_group=...)",
+    "fsdp": "fully_shard would share out the parameters of different stages",
+    "fsdp inside": "fully_shard(module, mesh=...)",
+    "hsdp": "fully_shard(module, mesh=...)",
+    "tensor parallel": "parallelize_module would spread a parameter over the ranks of different stages (weight)",
+}
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, *transparency.BIDIRECTIONAL])
+def test_a_group_with_other_stages_is_refused_by_name(ranks: RankPool, schedule: str) -> None:
+    wrappers = (
+        list(AMONG_STAGES)[SCHEDULES.index(schedule) % 2 :: 2] if schedule in SCHEDULES else list(AMONG_STAGES)[:4]
+    )
+    for wrapper in wrappers:
+        for rank, text in enumerate(ranks.run(4, edges.among_stages, schedule, wrapper)):
+            assert AMONG_STAGES[wrapper] in text
+            assert f"global rank {rank ^ 1})" in text or f"rank {rank ^ 1}, " in text, text
+
+
+def test_a_group_of_a_pipeline_of_one_rank_or_of_this_rank_alone_is_none_of_them(ranks: RankPool) -> None:
+    found = [text for texts in ranks.run(4, edges.alone) for text in texts]
+    assert not found, "\n".join(found)
+
+
 def test_a_static_graph_that_a_schedule_has_made_is_refused_outside(ranks: RankPool) -> None:
     found = [text for texts in ranks.run(4, edges.static_graph_outside) for text in texts]
     assert not found, "\n".join(found)
