@@ -95,7 +95,10 @@ def assemble(settings: Settings) -> Running:
     copies = None
     if len(program.chains) > 1:
         modules = {stage: settings.pieces[position][1] for stage, position in held.items()}
-        copies = ModelCopies(program, rank, modules, connection.senders, connection.receivers, connection.issue)
+        replicated = [stage for stage, position in held.items() if wrappers[position]]
+        copies = ModelCopies(
+            program, rank, modules, connection.senders, connection.receivers, replicated, connection.issue
+        )
     return Running(
         connection,
         fitted,

@@ -7,7 +7,7 @@ losses and outputs. It goes over links of its own, one for each pair of ranks an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ class ModelCopies:
         rank: this rank.
         modules: by their stage in the program, those of this rank.
         senders, receivers: the ends of `pypipe.program.copy_channels` on this rank.
+        replicated: the stages whose gradients are reduced among replicas.
         issue: ends a run of transfers, where they are held back to be issued together.
     """
 
@@ -44,9 +45,12 @@ class ModelCopies:
         modules: Mapping[int, nn.Module],
         senders: Mapping[Channel, SendChannel],
         receivers: Mapping[Channel, ReceiveChannel],
+        replicated: Collection[int] = (),
         issue: Callable[[], None] | None = None,
     ) -> None:
-        self._before: list[tuple[nn.Parameter, Tensor | None]] = []
+        self._replicated = {id(p) for stage in replicated for p in modules[stage].parameters()}
+        self._before: list[tuple[nn.Parameter, Tensor | None]] = []  # .grad of earlier steps
+        self._kept: set[int] = set()  # by id: parameters of the first copy, which keep it in a step
         self._last: _Exchange | None = None
         # Piece by piece, the same order on both ranks of a pair. A parameter that two stages of a rank share counts
         # for the first of them.
@@ -59,6 +63,8 @@ class ModelCopies:
                     continue
                 parameters = [p for p in modules[mine].parameters() if p.requires_grad and id(p) not in seen]
                 seen.update(map(id, parameters))
+                if mine == a:
+                    self._kept.update(map(id, parameters))
                 if program.placement[other] == rank:
                     if mine == a:
                         theirs = [p for p in modules[other].parameters() if p.requires_grad]
@@ -76,7 +82,11 @@ class ModelCopies:
         self._parameters = list({id(p): p for p in listed}.values())
 
     def begin(self) -> None:
-        """Sets `.grad` of earlier steps aside: only this step's gradients are exchanged."""
+        """Sets the second copy's `.grad` of earlier steps aside; the first one's counts for both.
+
+        It stays where it is, and this step's gradients are added to it: where earlier steps were not reduced among
+        replicas (no_sync()), this step's reduction reduces what there is of them too.
+        """
         for parameter in self._parameters:
             if getattr(parameter, "_post_accumulate_grad_hooks", None):
                 raise InputError(
@@ -86,17 +96,24 @@ class ModelCopies:
                 )
         self._before = [(parameter, parameter.grad) for parameter in self._parameters]
         for parameter in self._parameters:
-            parameter.grad = None
+            if id(parameter) not in self._kept:
+                # A reducer has counted the backwards of steps without a reduction: it expects a gradient.
+                reduced = parameter.grad is not None and id(parameter) in self._replicated
+                parameter.grad = torch.zeros_like(parameter.grad) if reduced else None
 
     def abandon(self) -> None:
-        """After an error: gives parameters their gradients of earlier steps back."""
+        """After an error: gives parameters their gradients of earlier steps back.
+
+        The first copy's have this step's in them by then, as far as it came.
+        """
         for parameter, before in self._before:
-            parameter.grad = before
+            if before is None or id(parameter) not in self._kept:
+                parameter.grad = before
         self._before = []
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Adds up what both copies' gradients are of this step, and adds that to what there was."""
+        """Adds up both copies' gradients."""
         for p, q in self._beside:
             total = _sum(p.grad, q.grad)
             p.grad, q.grad = total, None if total is None else total.clone()
@@ -109,9 +126,16 @@ class ModelCopies:
                 exchange.release()
             for parameter, total in totals.items():
                 parameter.grad = total
+        if any(before is not None for _, before in self._before):
+            for exchange, _ in self._buckets:
+                exchange.finish()
         for parameter, before in self._before:
-            if before is not None:
-                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+            if before is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = before
+            elif before.layout == parameter.grad.layout:
+                parameter.grad = before.copy_(parameter.grad)  # in the memory that it was in, as a backward does
         self._before = []
 
     @torch.no_grad()
@@ -184,6 +208,10 @@ class _Exchange:
         self._slot = self._receiver.receive(self._received, training=False)
         self._received = (self._received + 1) % (1 << 31)
         return self._slot.tree
+
+    def finish(self) -> None:
+        """From now on what was sent may be overwritten."""
+        self._sender.finish()
 
     def release(self) -> None:
         """Gives the last tree's slot back."""

@@ -157,6 +157,19 @@ def whole(value: Any) -> Tensor | None:
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
+@contextlib.contextmanager
+def no_sync(modules: list[nn.Module]) -> Iterator[None]:
+    """No reduction in these modules, as each wrapper spells it."""
+    with contextlib.ExitStack() as stack:
+        for part in [part for module in modules for part in module.modules()]:
+            if isinstance(part, DistributedDataParallel):
+                stack.enter_context(part.no_sync())
+            elif hasattr(part, "set_requires_gradient_sync"):
+                part.set_requires_gradient_sync(False)
+                stack.callback(part.set_requires_gradient_sync, True)
+        yield
+
+
 class Replicas:
     """One rank's part, and the model that all of it is compared with."""
 
@@ -251,14 +264,7 @@ class Replicas:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """As each wrapper spells it."""
-        wrapped = [part for _, module in self.held for part in module.modules()]
-        with contextlib.ExitStack() as stack:
-            for part in wrapped:
-                if isinstance(part, DistributedDataParallel):
-                    stack.enter_context(part.no_sync())
-                elif hasattr(part, "set_requires_gradient_sync"):
-                    part.set_requires_gradient_sync(False)
-                    stack.callback(part.set_requires_gradient_sync, True)
+        with no_sync([module for _, module in self.held]):
             yield
 
     def expected(self, calls: dict[str, int], *, syncs: bool) -> str | None:

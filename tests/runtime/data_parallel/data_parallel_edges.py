@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transparency
-from data_parallel_cases import CPU, WIDTH, Case, Replicas, mesh_of
+from data_parallel_cases import CPU, SPARSE, WIDTH, Case, Piece, Replicas, mesh_of, no_sync, wrap
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -296,33 +297,41 @@ def alone(rank: int, size: int, group: Any) -> list[str]:
     return found
 
 
-def two_copies(rank: int, size: int, group: Any) -> list[str]:
-    """DualPipe's copies are reduced among replicas, and then added up: two steps, added up too."""
+def two_copies(rank: int, size: int, group: Any, wrapper: str) -> list[str]:
+    """DualPipe's copies are reduced among replicas and added up: each step; two added up; the last one of three."""
     mesh = mesh_of(size, 2)
-    place, replica, data = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank(), mesh["dp"].get_group()
+    place, replica = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
     with torch.random.fork_rng([]):
         torch.manual_seed(11)
-        pieces = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double() for _ in range(2)]
-        batches = [torch.randn(2, 2, 6, 4, dtype=torch.float64) for _ in range(2)]
+        pieces = [Piece(wrapper in SPARSE, wrapper == "static_unused").double() for _ in range(2)]
+        batches = [torch.randn(2, 2, 6, WIDTH, dtype=torch.float64) for _ in range(9)]
     reference = nn.Sequential(*copy.deepcopy(pieces))
-    held = [(piece, copy.deepcopy(pieces[piece])) for piece in (place, 1 - place)]
-    stages = [
-        pypipe.PipelineStage(
-            DistributedDataParallel(module, process_group=data), piece, 2, CPU, group=mesh["pp"].get_group()
-        )
-        for piece, module in held
-    ]
+    held = [(piece, wrap(copy.deepcopy(pieces[piece]), wrapper, mesh)) for piece in (place, 1 - place)]
+    stages = [pypipe.PipelineStage(module, piece, 2, CPU, group=mesh["pp"].get_group()) for piece, module in held]
     schedule = pypipe.ScheduleDualPipe(stages, 3, functional.mse_loss, timeout=30)
     differences = []
+
+    def zero_grad() -> None:
+        for module in (reference, *(module for _, module in held)):
+            for parameter in module.parameters():
+                parameter.grad = None
+
     for step, batch in enumerate(batches):
-        schedule.step(batch[replica][0], target=batch[replica][1])
+        syncs = step not in (2, 4, 5, 7)
+        with no_sync([module for _, module in held]) if not syncs else contextlib.nullcontext():
+            schedule.step(batch[replica][0], target=batch[replica][1])
         for x, y in batch:
-            (functional.mse_loss(reference(x), y) / 2).backward()
+            for a, b in zip(x.tensor_split(3), y.tensor_split(3), strict=True):
+                (functional.mse_loss(reference(a), b) / 6).backward()
+        if not syncs:
+            continue
         for piece, module in held:
-            for a, b in zip(module.parameters(), reference[piece].parameters(), strict=True):
+            for (name, a), b in zip(module.named_parameters(), reference[piece].parameters(), strict=True):
                 worst = transparency.difference(a.grad, b.grad)
                 if not worst <= transparency.TOLERANCE:
-                    differences.append(f"rank {rank}: stage {piece}, step {step}: {worst:g} off")
+                    differences.append(f"rank {rank}: {name} of stage {piece}, step {step}: {worst:g} off")
+        if step in (1, 3, 6):
+            zero_grad()
     schedule.close()
     return differences
 

@@ -152,6 +152,9 @@ def test_a_trace_shows_what_replicas_do_together(ranks: RankPool) -> None:
     assert ranks.run(4, edges.traced) == [lines] * 4
 
 
-def test_two_copies_of_a_model_in_two_replicas(ranks: RankPool) -> None:
-    found = [text for texts in ranks.run(4, edges.two_copies) for text in texts]
+@pytest.mark.parametrize(
+    "wrapper", ["ddp", *(wrapper for wrapper in OTHERS if not wrapper.startswith(("fsdp", "ddp_inside")))]
+)
+def test_two_copies_of_a_model_in_two_replicas(ranks: RankPool, wrapper: str) -> None:
+    found = [text for texts in ranks.run(4, edges.two_copies, wrapper) for text in texts]
     assert not found, "\n".join(found)
