@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from pypipe.errors import InputError
 from pypipe.runtime.autograd.engine import run_backward
 from pypipe.runtime.batch.chunk_specs import other_dimensions
 from pypipe.runtime.batch.microbatches import Cuttable, Origin, Pieces, sizes
@@ -80,6 +81,10 @@ class Batch:
         n_microbatches: M.
         first: whether this rank holds the first stage, whose arguments tell the batch's length.
         training: whether gradients are wanted.
+        two_copies: whether two ranks have parts of the microbatches, so that no gradient of the batch is whole.
+
+    Raises:
+        InputError: something cannot be cut, or requires a gradient with two copies.
 
     Attributes:
         rows: the batch's length, where the first stage is; 0: elsewhere, and where it has none.
@@ -95,6 +100,7 @@ class Batch:
         *,
         first: bool,
         training: bool,
+        two_copies: bool = False,
     ) -> None:
         self.merge_spec = specs.output
         self._n_microbatches = n_microbatches
@@ -106,8 +112,14 @@ class Batch:
         self._entrances: list[_Entrance] = []
         if training:
             for each in (self._args, self._kwargs, self._target):
-                if each is not None:
-                    each.replace(self._enter)
+                if each is None:
+                    continue
+                if two_copies and (what := each.requiring_gradient()) is not None:
+                    raise InputError(
+                        f"{what} requires a gradient. Both ends of a schedule of two model copies would get that of "
+                        "their own microbatches only: compute it within a stage, detach() it, or use ScheduleDualPipeV"
+                    )
+                each.replace(self._enter)
         self._arg_pieces: Pieces | None = None
         self._kwarg_pieces: Pieces | None = None
         self._target_pieces: Pieces | None = None

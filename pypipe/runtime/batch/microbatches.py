@@ -88,6 +88,11 @@ class Cuttable:
                     )
                 leaf.value = function(leaf.value)
 
+    def requiring_gradient(self) -> str | None:
+        """Name and shape of the first tensor that requires a gradient; None where there is none."""
+        found = (leaf for leaf in self._leaves if isinstance(leaf.value, Tensor) and leaf.value.requires_grad)
+        return next((leaf.text() for leaf in found), None)
+
     def _reference(self, leaves: Iterable[Leaf], n_microbatches: int) -> Leaf | None:
         """The leaf whose length is the batch's; None where none is cut.
 

@@ -14,11 +14,12 @@ from pypipe.errors import ConfigurationError
 __all__ = ["compare_parameters", "describe_parameters"]
 
 
-def describe_parameters(module: nn.Module) -> list[Any]:
+def describe_parameters(*modules: nn.Module) -> list[Any]:
     """What must be the same of two copies before the first step, as JSON values: which parameters, and their sums."""
-    named = [(name, list(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
+    parameters = [pair for module in modules for pair in module.named_parameters()]
+    named = [(name, list(p.shape), str(p.dtype), p.requires_grad) for name, p in parameters]
     total = size = 0.0
-    for parameter in module.parameters():
+    for _, parameter in parameters:
         values = parameter.detach()
         values = (torch.view_as_real(values.resolve_conj()) if values.is_complex() else values).double()
         total += float(values.sum())

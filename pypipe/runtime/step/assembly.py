@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from torch import nn
+
 from pypipe.errors import ConfigurationError
 from pypipe.program import Channel, Kind, Program
 from pypipe.runtime.data_parallel.wrappers import Wrapper, find_wrappers
@@ -97,7 +99,14 @@ def assemble(settings: Settings) -> Running:
         modules = {stage: settings.pieces[position][1] for stage, position in held.items()}
         replicated = [stage for stage, position in held.items() if wrappers[position]]
         copies = ModelCopies(
-            program, rank, modules, connection.senders, connection.receivers, replicated, connection.issue
+            program,
+            rank,
+            modules,
+            connection.senders,
+            connection.receivers,
+            settings.loss_module,
+            replicated,
+            connection.issue,
         )
     return Running(
         connection,
@@ -136,8 +145,17 @@ def _config(settings: Settings, wrappers: Sequence[Sequence[Wrapper]]) -> Config
         shapes="static" if settings.static else "dynamic",
         state_names=[sketch(module) for _, module in settings.pieces],
         data_parallel=[[bool(found), any(each.shards for each in found)] for found in wrappers],
-        copies=[describe_parameters(module) for _, module in settings.pieces] if copied else [],
+        copies=[describe_parameters(*_trained(settings, piece, module)) for piece, module in settings.pieces]
+        if copied
+        else [],
     )
+
+
+def _trained(settings: Settings, piece: int, module: nn.Module) -> list[nn.Module]:
+    """A stage's module, and on the last one the loss function, where that has parameters."""
+    loss = settings.loss_module
+    is_last = piece == settings.config.num_stages - 1
+    return [module, loss] if is_last and loss is not None else [module]
 
 
 def _state_names(configs: Sequence[Config]) -> list[tuple[int, str]]:
@@ -169,6 +187,7 @@ def _make_stages(
             last=after is None,
             loss=settings.loss,
             scale_grads=settings.scale_grads,
+            two_copies=len(program.chains) > 1,
             splits=any(action.kind is Kind.I and action.stage == stage for action in program.ranks[rank]),
             wrappers=wrappers[position],
             get_mesh=settings.get_mesh[position],

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -148,9 +148,14 @@ class Losses:
         module: the stage's module.
         where: how messages call the stage.
         weighs: whether microbatches are weighted by their share of the batch.
+        two_copies: whether another copy of the stage has a part of the microbatches, so that only what both know may
+            get gradients.
     """
 
-    def __init__(self, function: Callable[..., Any], module: nn.Module, where: str, *, weighs: bool) -> None:
+    def __init__(
+        self, function: Callable[..., Any], module: nn.Module, where: str, *, weighs: bool, two_copies: bool = False
+    ) -> None:
+        self._two_copies = two_copies
         self._function = function
         self._modules = [module, function] if isinstance(function, nn.Module) else [module]
         self._where = where
@@ -225,6 +230,8 @@ class Losses:
             taken = [cut.take(has_graph=loss.requires_grad) for cut in cuts]
             left = any(taken)
             self._require_gradient(loss.requires_grad or left)
+            if self._two_copies:
+                self._require_known(loss, cuts)
         except BaseException:
             aside.take_back()
             raise
@@ -235,6 +242,18 @@ class Losses:
                 _tell_what_is_not_weighted(self._where)
         self._pending[microbatch] = _Pending(loss if loss.requires_grad else None, cuts)
         return loss.detach()
+
+    def _require_known(self, loss: Tensor, cuts: Sequence[_Cut]) -> None:
+        """Raises InputError where the loss leads to a leaf of which the other copy's last stage does not know."""
+        known = {id(parameter) for parameter in _parameters(self._modules)} | {id(cut.leaf) for cut in cuts}
+        for leaf in _leaves_behind(loss):
+            if id(leaf) not in known:
+                raise InputError(
+                    f"{self._where}: the loss depends on a tensor of shape {tuple(leaf.shape)} that requires a "
+                    "gradient and is neither in the last stage nor in a loss_fn that is an nn.Module. Both ends of a "
+                    "schedule of two model copies would get the gradient of their own microbatches only: make loss_fn "
+                    "a module that has it as a parameter, detach() it, or use ScheduleDualPipeV"
+                )
 
     def _call_on_cut(self, output: Any, target: Any, options: dict[str, Any]) -> Any:
         try:
@@ -328,6 +347,22 @@ class Losses:
 def _parameters(modules: Iterable[nn.Module]) -> list[Tensor]:
     """Those that require a gradient, each once."""
     return list({id(p): p for module in modules for p in module.parameters() if p.requires_grad}.values())
+
+
+def _leaves_behind(tensor: Tensor) -> Iterator[Tensor]:
+    """The leaves that a backward of a tensor comes to."""
+    if tensor.grad_fn is None:
+        return
+    nodes: list[Any] = [tensor.grad_fn]
+    seen: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        nodes += (following for following, _ in node.next_functions)
 
 
 def _cut(output: Any, cuts: list[_Cut]) -> Any:

@@ -34,6 +34,7 @@ class ModelCopies:
         rank: this rank.
         modules: by their stage in the program, those of this rank.
         senders, receivers: the ends of `pypipe.program.copy_channels` on this rank.
+        loss: the loss function, where it is a module: its parameters are the last stages' too.
         replicated: the stages whose gradients are reduced among replicas.
         issue: ends a run of transfers, where they are held back to be issued together.
     """
@@ -45,6 +46,7 @@ class ModelCopies:
         modules: Mapping[int, nn.Module],
         senders: Mapping[Channel, SendChannel],
         receivers: Mapping[Channel, ReceiveChannel],
+        loss: nn.Module | None = None,
         replicated: Collection[int] = (),
         issue: Callable[[], None] | None = None,
     ) -> None:
@@ -57,19 +59,25 @@ class ModelCopies:
         self._apart: list[tuple[_Exchange, list[nn.Parameter]]] = []
         self._beside: list[tuple[nn.Parameter, nn.Parameter]] = []
         seen: set[int] = set()
+
+        def trained(stage: int) -> list[nn.Parameter]:
+            parameters = list(modules[stage].parameters())
+            if loss is not None and program.next_stage(stage) is None:
+                parameters += loss.parameters()
+            return list({id(p): p for p in parameters if p.requires_grad}.values())
+
         for a, b in sorted(zip(*(chain.stages for chain in program.chains), strict=True)):
             for mine, other in ((a, b), (b, a)):
                 if program.placement[mine] != rank:
                     continue
-                parameters = [p for p in modules[mine].parameters() if p.requires_grad and id(p) not in seen]
+                parameters = [p for p in trained(mine) if id(p) not in seen]
                 seen.update(map(id, parameters))
                 if mine == a:
                     self._kept.update(map(id, parameters))
                 if program.placement[other] == rank:
                     if mine == a:
-                        theirs = [p for p in modules[other].parameters() if p.requires_grad]
-                        own = [p for p in modules[mine].parameters() if p.requires_grad]
-                        self._beside += [(p, q) for p, q in zip(own, theirs, strict=True) if p is not q]
+                        pairs = zip(trained(mine), trained(other), strict=True)
+                        self._beside += [(p, q) for p, q in pairs if p is not q]
                     continue
                 sender, receiver = senders[Channel(Kind.W, mine, other)], receivers[Channel(Kind.W, other, mine)]
                 exchange = _Exchange(sender, receiver, issue)

@@ -150,6 +150,7 @@ class Pipeline:
             settings.n_microbatches,
             first=running.holds_first,
             training=call.training,
+            two_copies=running.copies is not None,
         )
         if self.first_batch is None:
             self.first_batch = batch.describe()

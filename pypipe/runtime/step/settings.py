@@ -58,6 +58,11 @@ class Settings:
         verified = self.fitted.training or self.fitted.forward_only
         return verified.program if verified else None
 
+    @property
+    def loss_module(self) -> torch.nn.Module | None:
+        """The loss function, where it is a module, which may have parameters."""
+        return self.loss if isinstance(self.loss, torch.nn.Module) else None
+
     @cached_property
     def where(self) -> str:
         """How messages call this rank's part."""

@@ -61,6 +61,7 @@ class StageExecution:
         where: how messages call this stage.
         loss: on the last stage, the loss function, or None.
         scale_grads: whether gradients are those of the mean over the batch (else of the sum over microbatches).
+        two_copies: whether another copy of the stage has a part of the microbatches.
         splits: whether backwards are split into I and W.
         wrappers: what shards the module's parameters or reduces their gradients among replicas.
         get_mesh: gives a mesh by the names of its dimensions, for DTensors that the stage before sends.
@@ -77,6 +78,7 @@ class StageExecution:
         loss: Loss | None,
         scale_grads: bool,
         splits: bool,
+        two_copies: bool = False,
         wrappers: Sequence[Wrapper] = (),
         get_mesh: Callable[..., Any] | None = None,
         receive_forward: ReceiveChannel | LocalChannel | None,
@@ -87,7 +89,9 @@ class StageExecution:
         self._module = module
         self._where = where
         self._last = last
-        self._losses = Losses(loss, module, where, weighs=scale_grads) if last and loss is not None else None
+        self._losses: Losses | None = None
+        if last and loss is not None:
+            self._losses = Losses(loss, module, where, weighs=scale_grads, two_copies=two_copies)
         self._scale_grads = scale_grads
         self._receive_forward = receive_forward
         self._inputs = receive_forward.inputs() if receive_forward is not None else None

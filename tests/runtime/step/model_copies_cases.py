@@ -51,6 +51,18 @@ class Lookup(nn.Module):
         return self.table(x)
 
 
+class LossWithParameters(nn.Module):
+    """A head in the loss, and a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
+        self.frozen = nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return functional.mse_loss(self.head(output) * self.scale * self.frozen, target)
+
+
 def _build(name: str, size: int) -> list[nn.Module]:
     torch.manual_seed(3)
     modules: list[nn.Module] = [Block(WIDTH) for _ in range(size)]
@@ -74,6 +86,10 @@ def _batch(name: str, rows: int) -> tuple[Tensor, Tensor, Callable[..., Tensor]]
         return torch.randint(9, (rows,)), torch.randint(9, (rows,)), functional.cross_entropy
     if name == "sparse":
         return torch.randint(9, (rows,)), y, functional.mse_loss
+    if name == "loss":
+        with torch.random.fork_rng([]):
+            torch.manual_seed(8)
+            return torch.randn(rows, WIDTH, dtype=torch.float64), y, LossWithParameters().double()
     return torch.randn(rows, WIDTH, dtype=torch.float64), y, functional.mse_loss
 
 
@@ -87,6 +103,8 @@ def train(rank: int, size: int, group: Any, name: str, n_microbatches: int) -> l
         pypipe.PipelineStage(module, piece, size, group=group) for piece, module in zip(pieces, held, strict=True)
     ]
     *_, loss_fn = _batch(name, 1)
+    losses_of = [(size - 1, loss_fn)] if isinstance(loss_fn, nn.Module) and rank in (0, size - 1) else []
+    their_loss = copy.deepcopy(loss_fn)
     found: list[str] = []
     kept: list[Tensor | None] = []
     schedule = pypipe.ScheduleDualPipe(stages, n_microbatches, loss_fn, timeout=20)
@@ -95,7 +113,7 @@ def train(rank: int, size: int, group: Any, name: str, n_microbatches: int) -> l
         losses: list[Tensor] = []
         output = schedule.step(x, target=y, losses=losses, return_outputs=step != 1)
         expected = unpipelined(reference, x)
-        loss_fn(expected, y).backward()
+        their_loss(expected, y).backward()
         if rank in (0, size - 1):
             if step != 1 and difference(output, expected.detach()) > TOLERANCE:
                 found.append(f"rank {rank}: the output differs")
@@ -103,6 +121,13 @@ def train(rank: int, size: int, group: Any, name: str, n_microbatches: int) -> l
                 found.append(f"rank {rank}: {len(losses)} losses")
         elif output is not None or losses:
             found.append(f"rank {rank} got an output")
+        for (which, a), b in zip(
+            [pair for _, loss in losses_of for pair in loss.named_parameters()],
+            their_loss.parameters() if losses_of else (),  # type: ignore[attr-defined]
+            strict=True,
+        ):
+            if not difference(a.grad, b.grad) <= TOLERANCE:
+                found.append(f"rank {rank}, step {step}: the gradient of the loss's {which} differs")
         gradients = [p.grad for module in held for p in module.parameters()]
         if step == 1 and any(a is not b for a, b in zip(gradients, kept, strict=True)):
             found.append(f"rank {rank}: gradients moved to other tensors")
@@ -115,11 +140,17 @@ def train(rank: int, size: int, group: Any, name: str, n_microbatches: int) -> l
                 if not difference(*dense) <= TOLERANCE:
                     found.append(f"rank {rank}, step {step}: the gradient of {which} of stage {piece} differs")
         if step >= 1:
-            for module in (*held, *reference):
+            for module in (*held, *reference, *(loss for _, loss in losses_of)):
                 module.zero_grad()
+            if losses_of:
+                their_loss.zero_grad()  # type: ignore[attr-defined]
             kept = []
     schedule.close()
     return found
+
+
+def _scaled(output: Tensor, target: Tensor, scale: Tensor) -> Tensor:
+    return functional.mse_loss(output * scale, target)
 
 
 def refused(rank: int, size: int, group: Any, case: str) -> str:
@@ -140,9 +171,23 @@ def refused(rank: int, size: int, group: Any, case: str) -> str:
     stages = [
         pypipe.PipelineStage(module, piece, size, group=group) for piece, module in zip(pieces, held, strict=True)
     ]
+    x, y, free = torch.ones(rows, WIDTH), torch.ones(rows, WIDTH), nn.Parameter(torch.ones(WIDTH))
+    loss_fn: Callable[..., Tensor] = functional.mse_loss
+    options: dict[str, Any] = {}
+    if case == "x":
+        x = x * free
+    elif case == "target":
+        y = y * free
+    elif case == "loss_kwargs":
+        loss_fn, options = _scaled, {"loss_kwargs": {"scale": free}}
+    elif case == "closure":
+        loss_fn = lambda output, target: _scaled(output, target, free)  # noqa: E731
+    elif case == "other loss":
+        torch.manual_seed(rank)
+        loss_fn = LossWithParameters()
     try:
-        with pypipe.ScheduleDualPipe(stages, 4, functional.mse_loss, timeout=20) as schedule:
-            schedule.step(torch.ones(rows, WIDTH), target=torch.ones(rows, WIDTH))
+        with pypipe.ScheduleDualPipe(stages, 4, loss_fn, timeout=20) as schedule:
+            schedule.step(x, target=y, **options)
     except pypipe.PipelineError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"

@@ -8,7 +8,7 @@ from rank_pool import RankPool
 
 
 @pytest.mark.parametrize(("size", "n_microbatches"), [(2, 1), (2, 4), (4, 5)])
-@pytest.mark.parametrize("name", ["plain", "tied", "odd", "sparse"])
+@pytest.mark.parametrize("name", ["plain", "tied", "odd", "sparse", "loss"])
 def test_both_copies_get_the_gradient_of_the_whole_batch(
     ranks: RankPool, name: str, size: int, n_microbatches: int
 ) -> None:
@@ -22,6 +22,11 @@ def test_both_copies_get_the_gradient_of_the_whole_batch(
         ("other values", ["two copies of stage 0", "ranks 0 and 1", "state_dict"]),
         ("one copy frozen", ["two copies of stage 0", "ranks 0 and 1", "frozen"]),
         ("other batch", ["6", "8", "same", "batch"]),
+        ("x", ["args[0] (shape (8, 6))", "requires a gradient", "ScheduleDualPipeV"]),
+        ("target", ["target (shape (8, 6))", "requires a gradient", "ScheduleDualPipeV"]),
+        ("loss_kwargs", ["shape (6,)", "requires a gradient", "nn.Module"]),
+        ("closure", ["shape (6,)", "requires a gradient", "nn.Module"]),
+        ("other loss", ["two copies of stage 1", "state_dict"]),
         ("optimizer in the backward", ["hook", "after step()"]),
     ],
 )
