@@ -106,8 +106,8 @@ class ModelCopies:
         for parameter in self._parameters:
             if id(parameter) not in self._kept:
                 # A reducer has counted the backwards of steps without a reduction: it expects a gradient.
-                reduced = parameter.grad is not None and id(parameter) in self._replicated
-                parameter.grad = torch.zeros_like(parameter.grad) if reduced else None
+                earlier = parameter.grad if id(parameter) in self._replicated else None
+                parameter.grad = None if earlier is None else torch.zeros_like(earlier)
 
     def abandon(self) -> None:
         """After an error: gives parameters their gradients of earlier steps back.
