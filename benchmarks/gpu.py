@@ -6,12 +6,12 @@ which hangs or dies costs only itself. `--emulator FOLDER` runs all parts on the
 
 Parts:
   correct    stages in one process, their messages over a communicator of one rank: gradients equal
-  two        two processes on one GPU, where NCCL allows it; else what NCCL answered
-  sanitizer  compute-sanitizer on a small run of the first part
+  two        two processes on one GPU, where NCCL allows it (gpu_two.py); else what NCCL answered
   speed      latency and bandwidth beside bare ncclSend/ncclRecv, and the host's microseconds per call
   several    a message of several tensors: packed, as the link does it, beside a group of sends
   hidden     how much of a transfer is hidden behind a matmul
   c10d       torch.distributed's isend and irecv, between two processes on one GPU, where NCCL allows it
+  sanitizer  compute-sanitizer on a small run of the first part; last, since it takes longest and may be skipped
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent / "tests"
 sys.path[:0] = [str(TESTS / "helpers"), str(HERE)]
+import gpu_two  # noqa: E402
 import search_path  # noqa: E402, F401 - with it the other helpers are found
 
-LIMITS = {"correct": 90, "two": 80, "sanitizer": 100, "speed": 60, "several": 40, "hidden": 40, "c10d": 60}
+LIMITS = {"correct": 90, "two": 150, "speed": 60, "several": 40, "hidden": 40, "c10d": 60, "sanitizer": 100}
 SIZES = [8, 4096, 65536, 1 << 20, 16 << 20, 256 << 20]
 
 
@@ -204,15 +205,6 @@ def _sanitizer() -> dict[str, Any]:
     return {"exit_code": done.returncode, "wrong": [said] if done.returncode else [], "said": said}
 
 
-def _compare_on_rank(rank: int, size: int, group: Any) -> list[str]:
-    import transparency
-
-    found = []
-    for schedule in ("ScheduleGPipe", "Schedule1F1B"):
-        found += transparency.compare(rank, size, group, schedule, "gpt", 4, 10, True, device=_device())
-    return found
-
-
 def _ready(rank: int, size: int, group: Any) -> None:
     """Nothing: a pool's processes start with its first function."""
 
@@ -233,9 +225,9 @@ _WAYS: list[tuple[str, Callable[[int], dict[str, str]]]] = [
 ]
 
 
-def _set_and_compare(rank: int, size: int, group: Any, way: int) -> list[str]:
+def _on_rank(rank: int, size: int, group: Any, way: int, part: str) -> Any:
     os.environ.update(_WAYS[way][1](rank))  # before NCCL is loaded by a first communicator
-    return _compare_on_rank(rank, size, group)
+    return getattr(gpu_two, part)(rank, size, group)
 
 
 def _two() -> dict[str, Any]:
@@ -243,17 +235,32 @@ def _two() -> dict[str, Any]:
     for number, (name, _) in enumerate(_WAYS):
         pool = _pool()
         try:
-            results = pool.run_raw(2, _set_and_compare, number, timeout=30.0)
+            found = _two_on(pool, number)
         except AssertionError as error:  # a rank that does not answer
-            answers[name] = str(error)
+            answers[name] = str(error)[-1500:]
             continue
         finally:
             pool.close()
-        raised = [result.error for result in results if hasattr(result, "error")]
-        if not raised:
-            return {"way": name, "answers": answers, "wrong": [text for found in results for text in found]}
-        answers[name] = str(raised[0])[-1500:]
+        if isinstance(found, dict):
+            return {"way": name, "answers": answers, **found}
+        answers[name] = found
     return {"way": None, "answers": answers}
+
+
+def _two_on(pool: Any, way: int) -> dict[str, Any] | str:
+    """What the parts show; or what was raised in the first one."""
+    wrong: list[str] = []
+    figures: dict[str, float] = {}
+    for part in gpu_two.PARTS:
+        results = pool.run_raw(2, _on_rank, way, part, timeout=40.0)
+        raised = [str(result.error)[-1500:] for result in results if hasattr(result, "error")]
+        if raised and not figures and part == "schedules":
+            return raised[0]
+        wrong += [f"{part}: {text}" for text in raised if part != "killed_rank" or not text.endswith("died")]
+        for problems, measured in (result for result in results if not hasattr(result, "error")):
+            wrong += [f"{part}: {text}" for text in problems]
+            figures |= {f"{part}: {figure}": value for figure, value in measured.items()}
+    return {"wrong": wrong, "figures": figures}
 
 
 class _Bare:

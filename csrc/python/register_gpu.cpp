@@ -33,6 +33,16 @@ using CudaApi = std::shared_ptr<cuda::Api>;
 using NcclApi = std::shared_ptr<nccl::Api>;
 using CudaGpu = std::shared_ptr<cuda::Gpu>;
 
+// Without the GIL: the destructors wait for threads.
+template <class Object>
+struct DeleteReleased {
+  void operator()(Object* last) const {
+    std::optional<py::gil_scoped_release> released;
+    if (PyGILState_Check() == 1) released.emplace();
+    delete last;
+  }
+};
+
 template <class Api>
 std::pair<std::optional<std::shared_ptr<Api>>, std::string> as_pair(Found<std::shared_ptr<const Api>> found) {
   if (!found.value) return {std::nullopt, std::move(found.reason)};
@@ -75,9 +85,11 @@ void register_nccl_links(py::module_& module) {
       .value("TO_ITSELF", NcclEdge::Direction::to_itself);
   py::class_<NcclEdge, std::shared_ptr<NcclEdge>>(module, "NcclEdge", "One end of a communicator of two ranks.");
   py::class_<NcclEdges, std::shared_ptr<NcclEdges>>(module, "NcclEdges",
-                                                    "All communicators of a rank; see csrc/link/nccl/nccl_edges.hpp.",
-                                                    py::release_gil_before_calling_cpp_dtor())
-      .def(py::init<CudaGpu, NcclApi>(), arg("gpu"), arg("nccl"))
+                                                    "All communicators of a rank; see csrc/link/nccl/nccl_edges.hpp.")
+      .def(py::init([](const CudaGpu& gpu, const NcclApi& nccl) {
+             return std::shared_ptr<NcclEdges>(new NcclEdges(gpu, nccl), DeleteReleased<NcclEdges>());
+           }),
+           arg("gpu"), arg("nccl"))
       .def("add", &add_edge, arg("unique_id"), arg("rank"), arg("direction"), arg("name"), arg("ctas"),
            "A communicator, to be made by connect().")
       .def("connect", &NcclEdges::connect, arg("policy"), Released(),
@@ -104,12 +116,13 @@ void register_nccl_links(py::module_& module) {
            }),
            arg("hub"), arg("peer"), arg("link"), arg("edge"), arg("allocate"), arg("slots"), arg("group"),
            py::keep_alive<1, 2>());
-  py::class_<NcclWatchdog>(module, "NcclWatchdog", "Looks after communicators; see csrc/link/nccl/nccl_watchdog.hpp.",
-                           py::release_gil_before_calling_cpp_dtor())
+  py::class_<NcclWatchdog, std::unique_ptr<NcclWatchdog, DeleteReleased<NcclWatchdog>>>(
+      module, "NcclWatchdog", "Looks after communicators; see csrc/link/nccl/nccl_watchdog.hpp.")
       .def(py::init([](Hub& hub, std::shared_ptr<NcclEdges> edges, double limit, std::size_t ranks) {
-             return std::make_unique<NcclWatchdog>(
-                 hub, std::move(edges),
-                 std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(limit)), ranks);
+             const auto nanoseconds =
+                 std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(limit));
+             return std::unique_ptr<NcclWatchdog, DeleteReleased<NcclWatchdog>>(
+                 new NcclWatchdog(hub, std::move(edges), nanoseconds, ranks));
            }),
            arg("hub"), arg("edges"), arg("limit"), arg("ranks"), py::keep_alive<1, 2>(), Released())
       .def("close", &NcclWatchdog::close, arg("policy"), Released());

@@ -10,6 +10,8 @@
 // when time is up (BoundedCall). They own what they use.
 #pragma once
 
+#include <unistd.h>
+
 #include <chrono>
 #include <memory>
 #include <string>
@@ -38,7 +40,8 @@ class NcclEdges {
   void connect(const WaitPolicy& policy);
 
   // Ends all operations, those that are queued too, and refuses new ones. Returns whether that was done within the
-  // limit; if not, it goes on. Never throws, holds no lock meanwhile. One thread, whose turn it is (nccl_edge.hpp).
+  // limit; if not, it goes on. Never throws, holds no lock meanwhile. One thread, whose turn it is (nccl_edge.hpp). In a
+  // forked child, to which the communicators do not belong, it does nothing.
   bool abort(std::chrono::nanoseconds limit) noexcept;
 
   // Waits for outstanding operations and destroys the communicators, which the peers have to do too. Throws as connect()
@@ -51,6 +54,7 @@ class NcclEdges {
  private:
   const cuda::GpuPointer gpu_;
   const NcclPointer nccl_;
+  const pid_t process_ = ::getpid();
   std::vector<std::shared_ptr<NcclEdge>> edges_;
 };
 
