@@ -63,6 +63,9 @@ class Schedule:
         target_chunk_spec: how the target is cut, nested as it is. Default: along dimension 0; a flattened one, whose
             length is a multiple of the batch's, in proportion. Where arguments are cut along another dimension it is
             needed, unless the target has the batch's length along dimension 0 and no other that may be meant.
+        loss_kwargs_chunk_spec: for step()'s loss_kwargs, by name: TensorChunkSpec(dim) cuts one as the target is cut,
+            Replicate() gives every microbatch the whole, as all get that have no spec. One that is as long as the
+            batch needs one of these.
         timeout: seconds (or a timedelta) that a rank waits for another one before it raises PipelineTimeout.
         check: "nan" looks through what every action makes and raises NonFiniteError at the first NaN or infinity;
             "checksum" sends checksums along and raises CorruptionError where a message changed on its way (not over
@@ -89,6 +92,7 @@ class Schedule:
         scale_grads: bool = True,
         *,
         target_chunk_spec: Any = None,
+        loss_kwargs_chunk_spec: Any = None,
         timeout: float | datetime.timedelta = 600.0,
         check: str | Sequence[str] | None = None,
         shapes: str = "dynamic",
@@ -138,7 +142,12 @@ class Schedule:
             loss=loss_fn,
             scale_grads=bool(scale_grads),
             specs=ChunkSpecs(
-                args_chunk_spec, kwargs_chunk_spec, output_merge_spec, target_chunk_spec, _argument_names(given)
+                args_chunk_spec,
+                kwargs_chunk_spec,
+                output_merge_spec,
+                target_chunk_spec,
+                loss_kwargs_chunk_spec,
+                _argument_names(given),
             ),
             timeout=seconds,
             checks=checks,
@@ -206,7 +215,8 @@ class Schedule:
             losses: on the rank of the last stage, filled with the microbatches' losses, in order, unscaled and
                 detached.
             return_outputs: whether the rank of the last stage keeps and returns the outputs.
-            loss_kwargs: further keyword arguments of loss_fn.
+            loss_kwargs: further keyword arguments of loss_fn, whole; weights of the batch's rows need a
+                loss_kwargs_chunk_spec.
             kwargs: the keyword arguments of each of this rank's stages, for the whole batch.
 
         Returns:

@@ -49,6 +49,7 @@ class _Single(Schedule):
         scale_grads: bool = True,
         *,
         target_chunk_spec: Any = None,
+        loss_kwargs_chunk_spec: Any = None,
         timeout: float | datetime.timedelta = 600.0,
         check: str | Sequence[str] | None = None,
         shapes: str = "dynamic",
@@ -56,6 +57,7 @@ class _Single(Schedule):
         specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
         more: dict[str, Any] = {
             "target_chunk_spec": target_chunk_spec,
+            "loss_kwargs_chunk_spec": loss_kwargs_chunk_spec,
             "timeout": timeout,
             "check": check,
             "shapes": shapes,
@@ -85,6 +87,7 @@ class _Multi(Schedule):
         defer_pp_recv: bool = False,
         *,
         target_chunk_spec: Any = None,
+        loss_kwargs_chunk_spec: Any = None,
         timeout: float | datetime.timedelta = 600.0,
         check: str | Sequence[str] | None = None,
         shapes: str = "dynamic",
@@ -92,6 +95,7 @@ class _Multi(Schedule):
         specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
         more: dict[str, Any] = {
             "target_chunk_spec": target_chunk_spec,
+            "loss_kwargs_chunk_spec": loss_kwargs_chunk_spec,
             "timeout": timeout,
             "check": check,
             "shapes": shapes,
@@ -172,6 +176,7 @@ class ScheduleLoopedBFS(_Multi):
         args_chunk_spec: Any = None,
         kwargs_chunk_spec: Any = None,
         target_chunk_spec: Any = None,
+        loss_kwargs_chunk_spec: Any = None,
         timeout: float | datetime.timedelta = 600.0,
         check: str | Sequence[str] | None = None,
         shapes: str = "dynamic",
@@ -179,6 +184,7 @@ class ScheduleLoopedBFS(_Multi):
         specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
         more: dict[str, Any] = {
             "target_chunk_spec": target_chunk_spec,
+            "loss_kwargs_chunk_spec": loss_kwargs_chunk_spec,
             "timeout": timeout,
             "check": check,
             "shapes": shapes,
@@ -253,6 +259,7 @@ class ScheduleAuto(Schedule):
         scale_grads: bool = True,
         *,
         target_chunk_spec: Any = None,
+        loss_kwargs_chunk_spec: Any = None,
         timeout: float | datetime.timedelta = 600.0,
         **times: Any,
     ) -> None:
@@ -263,6 +270,7 @@ class ScheduleAuto(Schedule):
             if given[0].num_stages == 2 * len(ranks):
                 times["placement"] = [*ranks, *reversed(ranks)]
         times |= {"target_chunk_spec": target_chunk_spec, "timeout": timeout}
+        times |= {"loss_kwargs_chunk_spec": loss_kwargs_chunk_spec}
         super().__init__("auto", stages, n_microbatches, loss_fn, *specs, scale_grads, **times)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from pypipe.errors import InputError
 from pypipe.runtime.autograd.engine import run_backward
 from pypipe.runtime.batch.chunk_specs import other_dimensions
+from pypipe.runtime.batch.loss_options import LossOptions
 from pypipe.runtime.batch.microbatches import Cuttable, Origin, Pieces, sizes
 
 __all__ = ["Batch", "ChunkSpecs", "Share"]
@@ -30,6 +31,7 @@ class ChunkSpecs:
     kwargs: Any = None
     output: Any = None
     target: Any = None
+    loss_kwargs: Any = None
     names: Sequence[str] = ()
     others: tuple[int, ...] = field(init=False)
     origins: tuple[Origin, Origin, Origin] = field(init=False)
@@ -45,6 +47,7 @@ class ChunkSpecs:
             "args_chunk_spec": self.args,
             "kwargs_chunk_spec": self.kwargs,
             "target_chunk_spec": self.target,
+            "loss_kwargs_chunk_spec": self.loss_kwargs,
             "output_merge_spec": self.output,
         }
         return "".join(f", {name}={value!r}" for name, value in given.items() if value is not None)
@@ -81,6 +84,7 @@ class Batch:
         n_microbatches: M.
         first: whether this rank holds the first stage, whose arguments tell the batch's length.
         training: whether gradients are wanted.
+        loss_kwargs: of the loss function.
         two_copies: whether two ranks have parts of the microbatches, so that no gradient of the batch is whole.
 
     Raises:
@@ -101,6 +105,7 @@ class Batch:
         first: bool,
         training: bool,
         two_copies: bool = False,
+        loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
         self.merge_spec = specs.output
         self._n_microbatches = n_microbatches
@@ -109,9 +114,10 @@ class Batch:
         self._args = Cuttable(args if first else (), specs.args if first else None, of_args)
         self._kwargs = Cuttable(kwargs, specs.kwargs, of_kwargs) if kwargs else None
         self._target = Cuttable(target, specs.target if target is not None else None, of_target)
+        self._options = LossOptions(loss_kwargs, specs.loss_kwargs, n_microbatches) if loss_kwargs else None
         self._entrances: list[_Entrance] = []
         if training:
-            for each in (self._args, self._kwargs, self._target):
+            for each in (self._args, self._kwargs, self._target, self._options):
                 if each is None:
                     continue
                 if two_copies and (what := each.requiring_gradient()) is not None:
@@ -166,6 +172,13 @@ class Batch:
                 self._n_microbatches, batch_rows=share.batch_rows, scaled=True, others=self._others
             )
         return self._target_pieces[microbatch]
+
+    def loss_kwargs(self, microbatch: int, share: Share) -> dict[str, Any]:
+        """This microbatch's keyword arguments of the loss function."""
+        if self._options is None:
+            return {}
+        rows = share.batch_rows or self._target.rows(self._n_microbatches)
+        return self._options.of(microbatch, rows, self._others)
 
     def weight(self, microbatch: int, share: Share) -> float:
         """This microbatch's share of a mean over the whole batch."""

@@ -151,6 +151,7 @@ class Pipeline:
             first=running.holds_first,
             training=call.training,
             two_copies=running.copies is not None,
+            loss_kwargs=call.loss_kwargs,
         )
         if self.first_batch is None:
             self.first_batch = batch.describe()
@@ -162,7 +163,6 @@ class Pipeline:
                 training=call.training,
                 keep_results=call.return_outputs,
                 with_loss=settings.loss is not None and call.target is not None,
-                loss_kwargs=call.loss_kwargs,
             )
         self._has_begun = True
         with contextlib.nullcontext() if call.training else torch.no_grad():

@@ -135,14 +135,13 @@ class StageExecution:
         self.losses: dict[int, Tensor] = {}
         self.results: dict[int, Any] = {}
 
-    def begin(self, batch: Batch, *, training: bool, keep_results: bool, with_loss: bool, loss_kwargs: Any) -> None:
+    def begin(self, batch: Batch, *, training: bool, keep_results: bool, with_loss: bool) -> None:
         """Starts a step; the batch is the rank's, so every stage of a rank gets its keyword arguments."""
         self.reset()
         self._batch = batch
         self._training = training
         self._keep_results = keep_results and self._last
         self._with_loss = with_loss and self._last
-        self._loss_kwargs: dict[str, Any] = loss_kwargs or {}
         if training:
             self._deferred_hooks.begin(self._module)
         self.begin_replicas(training=training)
@@ -270,9 +269,10 @@ class StageExecution:
         if self._with_loss:
             assert self._losses is not None
             target = self._batch.target(microbatch, share)
+            options = self._batch.loss_kwargs(microbatch, share)
             weight = (lambda: self._weight(microbatch, share)) if self._training else None
             leaves = () if received is None else received.leaves
-            loss = self._losses.compute(microbatch, output, target, self._loss_kwargs, weight, leaves)
+            loss = self._losses.compute(microbatch, output, target, options, weight, leaves)
             if self.find_nan:
                 require_finite(loss, f"{self._where}, microbatch {microbatch}: the loss")
             self.losses[microbatch] = owned(loss, received)

@@ -32,6 +32,7 @@ class Case:
         loss: loss_fn.
         whole_kwargs: what the unpipelined stages get, where that is something else.
         options: the schedule's.
+        loss_kwargs: of the loss function.
     """
 
     make_stage: Callable[[], nn.Module]
@@ -41,6 +42,7 @@ class Case:
     loss: Callable[..., Tensor] = functional.mse_loss
     whole_kwargs: dict[str, Any] | None = None
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    loss_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def _numbers(*shape: int) -> Tensor:
@@ -261,6 +263,22 @@ def lengths_of_their_own(rows: int, count: int) -> Case:
     )
 
 
+def _weighted_rows(output: Tensor, target: Tensor, rows: Tensor, columns: Tensor, power: float) -> Tensor:
+    return (rows * (columns * (output - target) ** power)).mean()
+
+
+def loss_kwargs(rows: int, count: int) -> Case:
+    """A weight of each row, one of each column, and a number."""
+    return Case(
+        Layer,
+        (_numbers(rows, WIDTH),),
+        _numbers(rows, WIDTH),
+        loss=_weighted_rows,
+        loss_kwargs={"rows": _numbers(rows, 1), "columns": _numbers(WIDTH), "power": 2.0},
+        options={"loss_kwargs_chunk_spec": {"rows": pypipe.TensorChunkSpec(0), "columns": pypipe.Replicate()}},
+    )
+
+
 CASES = {
     made.__name__: made
     for made in (
@@ -273,6 +291,7 @@ CASES = {
         nested_strided,
         containers,
         lengths_of_their_own,
+        loss_kwargs,
     )
 }
 
@@ -315,9 +334,11 @@ def _compare(rank: int, size: int, group: Any, schedule_name: str, name: str, ro
     share = torch.tensor(sizes, dtype=torch.float64) / rows
     for step in range(2):  # gradients add up
         losses: list[Tensor] = []
-        output = schedule.step(*case.args, target=case.target, losses=losses, **case.kwargs)
+        output = schedule.step(
+            *case.args, target=case.target, losses=losses, loss_kwargs=case.loss_kwargs, **case.kwargs
+        )
         expected = whole()
-        loss = case.loss(expected, case.target)
+        loss = case.loss(expected, case.target, **case.loss_kwargs)
         loss.backward()
         if has_last:
             check(f"the output of step {step}", output, expected.detach())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from pypipe.errors import InputError
 from pypipe.runtime.batch import offsets
 from pypipe.runtime.batch.batch import Batch, ChunkSpecs, Share
 from pypipe.runtime.batch.chunk_specs import Replicate, TensorChunkSpec
+from pypipe.runtime.batch.loss_options import LossOptions
 
 B = 6
 SIZES = [2, 2, 1, 1]  # rows of four microbatches
@@ -266,3 +268,32 @@ def test_values_are_read_once_for_each_name(monkeypatch: pytest.MonkeyPatch) -> 
     for _ in range(3):
         cut((numbered(B, 2),), {"row_offsets": packed(B)}, None, specs)
     assert len(read) == 1
+
+
+class TestLossOptions:
+    @pytest.mark.parametrize(
+        "value",
+        [
+            torch.ones(6),
+            torch.ones(6, 1),
+            {"nested": [torch.ones(6)]},
+            np.ones(6),
+            [1.0] * 6,
+            torch.nested.nested_tensor([torch.ones(n + 1) for n in range(6)], layout=torch.jagged),
+        ],
+    )
+    def test_what_is_as_long_as_the_batch_needs_a_spec(self, value: Any) -> None:
+        options = LossOptions({"weight": value}, None, 3)
+        with pytest.raises(InputError, match=r"loss_kwargs\['weight'\].*of 6 rows.*loss_kwargs_chunk_spec=\{'weight'"):
+            options.of(0, 6, ())
+        whole = LossOptions({"weight": value}, {"weight": Replicate()}, 3)
+        assert whole.of(1, 6, ())["weight"] is value
+        assert LossOptions({"weight": value}, None, 1).of(0, 6, ())["weight"] is value
+
+    def test_the_dimension_that_arguments_are_cut_along_counts_too(self) -> None:
+        options = LossOptions({"weight": torch.ones(5, 6)}, {"absent": TensorChunkSpec(0)}, 3)
+        assert options.of(0, 6, ())["weight"].shape == (5, 6)
+        with pytest.raises(InputError, match="as long as the batch"):
+            LossOptions({"weight": torch.ones(5, 6)}, None, 3).of(0, 6, (1,))
+        cut = LossOptions({"weight": torch.ones(5, 6)}, {"weight": TensorChunkSpec(1)}, 3)
+        assert cut.of(2, 6, (1,))["weight"].shape == (5, 2)

@@ -24,7 +24,7 @@ def test_both_copies_get_the_gradient_of_the_whole_batch(
         ("other batch", ["6", "8", "same", "batch"]),
         ("x", ["args[0] (shape (8, 6))", "requires a gradient", "ScheduleDualPipeV"]),
         ("target", ["target (shape (8, 6))", "requires a gradient", "ScheduleDualPipeV"]),
-        ("loss_kwargs", ["shape (6,)", "requires a gradient", "nn.Module"]),
+        ("loss_kwargs", ["loss_kwargs['scale'] (shape (6,))", "requires a gradient", "ScheduleDualPipeV"]),
         ("closure", ["shape (6,)", "requires a gradient", "nn.Module"]),
         ("other loss", ["two copies of stage 1", "state_dict"]),
         ("optimizer in the backward", ["hook", "after step()"]),
