@@ -95,6 +95,8 @@ ATTRIBUTES = {
     "_version": "of a tensor: how often it was changed in place",
     "_use_count": "of a tensor: C++ references to it",
     "_ragged_idx": "of a jagged NestedTensor: which dimension is ragged",
+    "_maybe_min_seqlen": "of a jagged NestedTensor: its shortest row, if that is known",
+    "_maybe_max_seqlen": "of a jagged NestedTensor: what it is padded to, if that is known",
     "_indices": "of a sparse tensor that is not coalesced",
     "_values": "of a sparse tensor that is not coalesced",
     "_input_metadata": "of a node: shapes and dtypes of the gradients that it takes",

@@ -141,7 +141,15 @@ class _NestedLeaf(Leaf):
         if lengths is not None:
             lengths = lengths[start : start + size]
         values = _narrow(whole.values(), ragged - 1, begin, end - begin)
-        jagged: Tensor = torch.nested.nested_tensor_from_jagged(values, offsets, lengths, jagged_dim=ragged)
+        # The batch's, not the piece's: what a stage pads is as long as it is without a pipeline.
+        jagged: Tensor = torch.nested.nested_tensor_from_jagged(
+            values,
+            offsets,
+            lengths,
+            jagged_dim=ragged,
+            min_seqlen=whole._maybe_min_seqlen,
+            max_seqlen=whole._maybe_max_seqlen,
+        )
         return jagged
 
 

@@ -1,8 +1,8 @@
-"""The keyword arguments of the loss function: given whole to every microbatch, unless a chunk spec says how to cut them.
+"""The loss function's keyword arguments: given whole to every microbatch, unless a chunk spec says how to cut them.
 
-Most of them are no part of the batch (class weights, a temperature), and nothing tells a value of each row from one that
-has as many numbers by accident. Whole, the former would be broadcast against a microbatch; cut, the latter. So what is
-as long as the batch needs a chunk spec.
+Most of them are no part of the batch (class weights, a temperature), and nothing tells a value of each row from one
+that has as many numbers by accident. Whole, the former would be broadcast against a microbatch; cut, the latter. So
+what is as long as the batch needs a chunk spec.
 """
 
 from __future__ import annotations
@@ -91,6 +91,6 @@ class LossOptions:
                 what, cut = f"tensor of shape {tuple(found.value.shape)}", "TensorChunkSpec(0) cuts it as the target is"
             raise InputError(
                 f"{path_text(found.path)} is a {what}, which is as long as the batch, of {rows} rows: say whether each "
-                f"microbatch is to have its own rows of it or the whole, with {_ORIGIN.spec_argument}={{{name!r}: ...}}: "
-                f"{cut}, Replicate() gives the whole to every microbatch"
+                "microbatch is to have its own rows of it or the whole, with "
+                f"{_ORIGIN.spec_argument}={{{name!r}: ...}}: {cut}, Replicate() gives the whole to every microbatch"
             )

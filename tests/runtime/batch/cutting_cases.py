@@ -178,6 +178,32 @@ def nested_strided(rows: int, count: int) -> Case:
     return _nested(rows, torch.strided)
 
 
+class Padded(Layer):
+    """Pads a nested tensor; what has been padded counts from then on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.nested.to_padded_tensor(x, 0.5) if x.is_nested else x)
+
+
+def _to_each_word(output: Tensor, target: Tensor) -> Tensor:
+    return functional.mse_loss(output, target[:, None].expand_as(output))
+
+
+def nested_padded(rows: int, count: int) -> Case:
+    """A jagged nested tensor that a stage pads: to the longest row of the batch, wherever that is."""
+    parts = [_numbers(1 + i % 4, WIDTH) for i in range(rows)]
+    words = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    return Case(Padded, (words,), _numbers(rows, WIDTH), loss=_to_each_word)
+
+
+def nested_padded_further(rows: int, count: int) -> Case:
+    """The same with a max_seqlen of its own."""
+    case = nested_padded(rows, count)
+    (words,) = case.args
+    words = torch.nested.nested_tensor_from_jagged(words.values(), words.offsets(), min_seqlen=1, max_seqlen=9)
+    return dataclasses.replace(case, args=(words,))
+
+
 class Meta(NamedTuple):
     """A NamedTuple of a tensor and a number."""
 
@@ -289,6 +315,8 @@ CASES = {
         block_mask_of_one_row,
         nested_jagged,
         nested_strided,
+        nested_padded,
+        nested_padded_further,
         containers,
         lengths_of_their_own,
         loss_kwargs,
