@@ -212,7 +212,7 @@ class Losses:
                 begun to run its own backward after the first step.
         """
         if weight is None:
-            return self._checked(self._function(output, target, **options)).detach()
+            return self._checked(self._function(output, target, **options), trains=False).detach()
         if self._runs_backward is False:
             before = self._watch.state(leaves)
             loss = self._checked(self._function(output, target, **options))
@@ -275,12 +275,18 @@ class Losses:
             "too, if only by output.backward(torch.zeros_like(output))"
         )
 
-    def _checked(self, loss: Any) -> Tensor:
+    def _checked(self, loss: Any, *, trains: bool = True) -> Tensor:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
             raise InputError(
                 f"{self._where}: loss_fn returned a value of {what}; it must return a tensor with one element "
                 "(for example a mean)"
+            )
+        if trains and not loss.is_floating_point():
+            remedy = "its real part, or abs()" if loss.is_complex() else "one that is computed without rounding"
+            raise InputError(
+                f"{self._where}: loss_fn returned a loss of dtype {loss.dtype}; a gradient can be had of a real loss "
+                f"only, as in torch: return {remedy}"
             )
         return loss
 
