@@ -118,6 +118,28 @@ def loss_that_is_no_scalar(s: Setup) -> None:
 
 
 @case
+def loss_that_is_complex(s: Setup) -> None:
+    s.loss = lambda output, target: functional.mse_loss(output, target) * (1 + 2j)
+
+
+@case
+def loss_that_is_an_integer(s: Setup) -> None:
+    s.loss = lambda output, target: functional.mse_loss(output, target).round().long()
+
+
+@case
+def loss_kwargs_as_long_as_the_batch(s: Setup) -> None:
+    s.loss = lambda output, target, weight: (weight * (output - target)).square().mean()
+    s.kwargs = {"loss_kwargs": {"weight": torch.ones(4, 1, dtype=torch.float64)}}
+
+
+@case
+def output_that_is_quantized(s: Setup) -> None:
+    if s.rank == 0:
+        s.module = Returns(lambda output: torch.quantize_per_tensor(output.detach().float(), 0.1, 0, torch.qint8))
+
+
+@case
 def loss_that_is_no_tensor(s: Setup) -> None:
     s.loss = lambda output, target: float(functional.mse_loss(output, target))
 

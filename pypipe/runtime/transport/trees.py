@@ -167,11 +167,21 @@ def _place(path: Sequence[Any]) -> str:
 
 def _describe_tensor(tensor: Tensor, path: tuple[Any, ...]) -> Description:
     if tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-        what = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout)
+        if tensor.is_nested:
+            what, advice = "nested", "send what it is made of, such as values() and offsets(), or a padded tensor"
+        elif tensor.is_meta:
+            what, advice = (
+                "meta",
+                "it has no values: move the stage's parameters and buffers to its device (to_empty())",
+            )
+        elif tensor.is_quantized:
+            what, advice = "quantized", "convert it with dequantize()"
+        else:
+            what, advice = str(tensor.layout), "convert it with to_dense()"
         raise LayoutError(
-            f"output{_place(path)} is a {'meta' if tensor.is_meta else what} tensor"
+            f"output{_place(path)} is a {what} tensor"
             f"{'' if tensor.is_nested else f' of shape {tuple(tensor.shape)}'}; "
-            "only dense (strided) tensors can be sent to the next stage: convert it, for example with to_dense()."
+            f"only dense (strided) tensors with values can be sent to the next stage: {advice}."
         )
     if type(tensor) is not Tensor:
         _require_known_class(tensor, path)
