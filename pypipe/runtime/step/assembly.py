@@ -18,7 +18,7 @@ from pypipe.runtime.rendezvous.state_names import NameClash, find_clash, sketch
 from pypipe.runtime.step.executor import Executor
 from pypipe.runtime.step.fitting import Fitted
 from pypipe.runtime.step.model_copies import ModelCopies
-from pypipe.runtime.step.refused import refused_mesh, refused_module
+from pypipe.runtime.step.refused import refused_copy, refused_mesh, refused_module
 from pypipe.runtime.step.settings import Settings
 from pypipe.runtime.step.stage_execution import StageExecution
 from pypipe.runtime.transport.channel import ReceiveChannel, SendChannel
@@ -221,6 +221,8 @@ def _find_wrappers(settings: Settings) -> list[list[Wrapper]]:
                 "fully_shard in a stage of a schedule that adds up the gradients of two copies of each parameter: "
                 "use DistributedDataParallel there, or ScheduleDualPipeV"
             )
+        if copied and problem is None:
+            problem = refused_copy(_trained(settings, piece, module))
         if any(everywhere.count(wrapper.identity()) > 1 for wrapper in found):
             problem = (
                 "one DistributedDataParallel or fully_shard is in two stages of this rank, so it cannot tell when "

@@ -8,10 +8,11 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from pypipe.runtime.data_parallel.foreign_ranks import foreign_ranks
 
-__all__ = ["refused_mesh", "refused_module", "refused_now"]
+__all__ = ["refused_copy", "refused_mesh", "refused_module", "refused_now"]
 
 
 def refused_module(module: nn.Module, others: frozenset[int]) -> str | None:
@@ -72,6 +73,19 @@ def refused_mesh(module: nn.Module, others: frozenset[int]) -> str | None:
         )
         if problem is not None:
             return problem
+    return None
+
+
+def refused_copy(modules: Iterable[nn.Module]) -> str | None:
+    """Why modules cannot be one of two copies of a stage; None where they can."""
+    for module in modules:
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if is_lazy(tensor):
+                return (
+                    f"a lazy module ({name}) in a schedule of two model copies would be initialized differently in "
+                    "each of them: initialize it before the schedule is built, by a forward and one state_dict() for both, "
+                    "or use ScheduleDualPipeV"
+                )
     return None
 
 

@@ -164,6 +164,8 @@ def refused(rank: int, size: int, group: Any, case: str) -> str:
         nn.init.normal_(held[1].linear.weight)  # type: ignore[arg-type, union-attr]
     elif case == "one copy frozen" and rank == 1:
         held[1].requires_grad_(False)
+    elif case == "lazy" and rank == 1:
+        held[1] = nn.LazyLinear(WIDTH)
     elif case == "other batch" and rank == 0:
         rows = 6
     elif case == "optimizer in the backward" and rank == 1:
@@ -174,20 +176,23 @@ def refused(rank: int, size: int, group: Any, case: str) -> str:
     x, y, free = torch.ones(rows, WIDTH), torch.ones(rows, WIDTH), nn.Parameter(torch.ones(WIDTH))
     loss_fn: Callable[..., Tensor] = functional.mse_loss
     options: dict[str, Any] = {}
-    if case == "x":
-        x = x * free
-    elif case == "target":
+    args: tuple[Tensor, ...] = (x * free,) if case == "x" else (x,)
+    if case == "target":
         y = y * free
     elif case == "loss_kwargs":
         loss_fn, options = _scaled, {"loss_kwargs": {"scale": free}}
     elif case == "closure":
         loss_fn = lambda output, target: _scaled(output, target, free)  # noqa: E731
+    elif case == "input on the first rank only" and rank == 1:
+        args = ()
+    elif case == "target on the last rank only" and rank == 0:
+        y = None  # type: ignore[assignment]
     elif case == "other loss":
         torch.manual_seed(rank)
         loss_fn = LossWithParameters()
     try:
         with pypipe.ScheduleDualPipe(stages, 4, loss_fn, timeout=20) as schedule:
-            schedule.step(x, target=y, **options)
+            schedule.step(*args, target=y, **options)
     except pypipe.PipelineError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"

@@ -27,6 +27,9 @@ def test_both_copies_get_the_gradient_of_the_whole_batch(
         ("loss_kwargs", ["loss_kwargs['scale'] (shape (6,))", "requires a gradient", "ScheduleDualPipeV"]),
         ("closure", ["shape (6,)", "requires a gradient", "nn.Module"]),
         ("other loss", ["two copies of stage 1", "state_dict"]),
+        ("lazy", ["a lazy module (weight)", "ScheduleDualPipeV"]),
+        ("input on the first rank only", ["rank 1", "both ends", "step(x, target=y)"]),
+        ("target on the last rank only", ["rank 0", "both ends", "target="]),
         ("optimizer in the backward", ["hook", "after step()"]),
     ],
 )
