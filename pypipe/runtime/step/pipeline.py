@@ -243,8 +243,9 @@ class Pipeline:
         if not running.holds_last:
             return
         if call.training and call.target is None:
+            who = "the last rank's" if running.copies is None else "of two model copies, both ends'"
             raise InputError(
-                f"{where}: the last rank's step() needs target=, which loss_fn is called with; build the schedule "
+                f"{where}: {who} step() needs target=, which loss_fn is called with; build the schedule "
                 "without loss_fn to run forward only"
             )
         if call.losses is not None and call.target is None:

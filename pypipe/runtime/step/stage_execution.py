@@ -93,6 +93,7 @@ class StageExecution:
         if last and loss is not None:
             self._losses = Losses(loss, module, where, weighs=scale_grads, two_copies=two_copies)
         self._scale_grads = scale_grads
+        self._two_copies = two_copies
         self._receive_forward = receive_forward
         self._inputs = receive_forward.inputs() if receive_forward is not None else None
         if receive_forward is not None:
@@ -233,7 +234,13 @@ class StageExecution:
             received.tree = tree = None
         kept = self._microbatches[microbatch] = MicrobatchState(share, received)
         start = time.perf_counter()
-        output = self._module(*args, **batch.kwargs(microbatch, share))
+        kwargs = batch.kwargs(microbatch, share)
+        try:
+            output = self._module(*args, **kwargs)
+        except TypeError as error:
+            if self._inputs is None and not args and "missing" in str(error):
+                raise self._without_input(error) from error
+            raise
         del args
         if received is not None and (changed := received.changed_shared()) is not None:
             raise InputError(
@@ -263,6 +270,15 @@ class StageExecution:
             self.send_forward(microbatch)
         elif self._last and not self._training:
             del self._microbatches[microbatch]
+
+    def _without_input(self, error: TypeError) -> InputError:
+        who = "this rank holds the first stage"
+        if self._two_copies:
+            who = "both ends of a schedule of two model copies hold a first and a last stage"
+        return InputError(
+            f"{self._where}: {who}, so step(x, target=y) needs the batch here, and no positional argument was given "
+            f"({error})"
+        )
 
     def _finish_forward(self, microbatch: int, kept: MicrobatchState, output: Any) -> None:
         share, received = kept.share, kept.input
