@@ -104,10 +104,12 @@ class ModelCopies:
                 )
         self._before = [(parameter, parameter.grad) for parameter in self._parameters]
         for parameter in self._parameters:
-            if id(parameter) not in self._kept:
+            if id(parameter) in self._kept:
+                continue
+            before, parameter.grad = parameter.grad, None
+            if before is not None and id(parameter) in self._replicated:
                 # A reducer has counted the backwards of steps without a reduction: it expects a gradient.
-                earlier = parameter.grad if id(parameter) in self._replicated else None
-                parameter.grad = None if earlier is None else torch.zeros_like(earlier)
+                parameter.grad = torch.zeros_like(before)
 
     def abandon(self) -> None:
         """After an error: gives parameters their gradients of earlier steps back.

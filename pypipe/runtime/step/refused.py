@@ -83,8 +83,8 @@ def refused_copy(modules: Iterable[nn.Module]) -> str | None:
             if is_lazy(tensor):
                 return (
                     f"a lazy module ({name}) in a schedule of two model copies would be initialized differently in "
-                    "each of them: initialize it before the schedule is built, by a forward and one state_dict() for both, "
-                    "or use ScheduleDualPipeV"
+                    "each of them: initialize it before the first step, by a forward, and load one state_dict() into "
+                    "both, or use ScheduleDualPipeV"
                 )
     return None
 
