@@ -8,10 +8,10 @@
 //             than the channel has slots
 // The host only enqueues, and waits for one thing: the envelope, which the sender's host sends over the control socket
 // when it issues the send. Without it the receiver knows neither the size nor the layout. post() waits for it, so that a
-// receive is on the device where the program says. Where envelopes are promised (begin()), it waits for nobody: the receive
-// is what it was in the first run, and the envelope is compared when it comes. Programs are lowered for that (pypipe/program/exchanges.py), and it is
-// what lets a host wait for its device anywhere: all transfers that it has issued have their other ends issued, or will
-// have by ranks that do not wait for this one.
+// receive is on the device where the program says. Where envelopes are promised (begin()), it waits for nobody: the
+// receive is what it was in the first run, and the envelope is compared when it comes. Programs are lowered for that
+// (pypipe/program/exchanges.py), and it is what lets a host wait for its device anywhere: the other end of each transfer
+// that it has issued is issued too, or will be by a rank that does not wait for this one.
 //
 // One tensor is sent from where it lies. Several are packed by the link's stream into one staging buffer and sent with
 // one ncclSend: the receiver then posts one receive of one size for any tree. One staging buffer is enough, since the

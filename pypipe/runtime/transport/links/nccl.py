@@ -66,8 +66,8 @@ class NcclSendChannel(CoreSendChannel):
     """The sending end: keeps what it sends until the device has sent it, or until the compute stream waits for that.
 
     A stage may return one buffer again and again, as one made by torch.cuda.make_graphed_callables does. So in the
-    first run the compute stream waits for each message before it goes on, and if a message lies where another did that
-    has not been let go of yet, it always does.
+    first step, and in the first eval, the compute stream waits for each message before it goes on; if a message lies
+    where another did that has not been let go of yet, it always does.
 
     Args:
         device: where the sending stage lives.
@@ -87,9 +87,9 @@ class NcclSendChannel(CoreSendChannel):
         self._device = device
         self._leaving: deque[tuple[int, Sequence[Tensor]]] = deque()
         self._slots = core.counters["slots"]
-        self._first = True
+        self._seen: set[bool] = set()  # runs by whether they evaluate: a stage may have one graph for each
         self._reuses = False
-        self._due = False
+        self._due = self._has_sent = False
         self.held_back = False
         """Whether issued() is called when messages, and what goes out with them, have been issued."""
 
@@ -99,10 +99,10 @@ class NcclSendChannel(CoreSendChannel):
         return super().send(tree, microbatch, rows, batch_rows, lease)
 
     def transfer(self, layout: _core.OutgoingLayout, tag: Tag, tensors: Sequence[Tensor]) -> None:
-        stream = current_stream(self._device)
+        stream, first = current_stream(self._device), self._evaluates not in self._seen
         if not self._reuses and self._lies_where_another_did(tensors):
             self._reuses = True
-            if not self._first:
+            if not first:
                 warnings.warn(
                     f"stage {self._stage} returned memory that it had returned before, for the first time after its "
                     "first step: if it has written into it since (a CUDA graph does), what was being sent from there "
@@ -111,13 +111,14 @@ class NcclSendChannel(CoreSendChannel):
                     stacklevel=2,
                 )
         number = self._transfer(layout, tag, tensors, stream)
+        self._has_sent = True
         # The allocator would hand freed memory to the compute stream, which does not wait for the link's.
         self._leaving.append((number, [tensor.detach() for tensor in tensors]))
-        if self._first or self._reuses:
+        if first or self._reuses:
             self._due = True
             if not self.held_back:
                 self.issued()
-        sent, kept = self._core.sent(), self._slots if self._first else 0
+        sent, kept = self._core.sent(), self._slots if first else 0
         while len(self._leaving) > kept and self._leaving[0][0] <= sent:
             self._leaving.popleft()
 
@@ -138,7 +139,9 @@ class NcclSendChannel(CoreSendChannel):
 
     def _end_run(self) -> None:
         self._leaving.clear()
-        self._first = False
+        if self._has_sent:  # in an eval, nobody sends gradients
+            self._has_sent = False
+            self._seen.add(self._evaluates)
 
 
 class NcclReceiveChannel(CoreReceiveChannel):

@@ -60,7 +60,7 @@ BUGS: dict[str, list[tuple[Any, str, Any]]] = {
 
 
 def reports(rank: int, size: int, group: Any, bug: str, schedule_name: str, seeds: list[int]) -> list[list[str]]:
-    """For each seed, what was reported during two steps and an eval."""
+    """For each seed, what was reported during three steps and evals."""
     emulator, compute = control(), compute_stream()
     found = []
     for seed in seeds:
@@ -74,9 +74,9 @@ def reports(rank: int, size: int, group: Any, bug: str, schedule_name: str, seed
             stage = pypipe.PipelineStage(modules[rank], rank, size, torch.device("cpu"), group=group)
             schedule = getattr(pypipe, schedule_name)(stage, n_microbatches=6, loss_fn=loss, timeout=30)
             x, y = batch(12)
-            for _ in range(2):
+            for _ in range(3):
                 schedule.step(x, target=y)
-            schedule.eval(x)
+                schedule.eval(x)
             schedule.close()
         emulator.settle(compute.handle)
         found.append([emulator.last_report()] if emulator.hazards() else [])

@@ -235,7 +235,7 @@ def one_buffer(rank: int, size: int, group: Any, waits: bool) -> tuple[list[str]
                     sender: Any = connection.senders[channel]
                     compute.writes(buffer.data_ptr(), 256, f"the graph of microbatch {microbatch}")
                     if not waits:
-                        sender._first = sender._reuses = False
+                        sender._seen, sender._reuses = {False, True}, False
                         sender._leaving.clear()
                     sender.send(buffer, microbatch, 1, 6)
                 else:
