@@ -81,7 +81,7 @@ void NcclEdges::connect(const WaitPolicy& policy) {
       for (std::size_t number = 0; number < edges.size(); ++number) edges[number]->greet(words.of(number));
       nccl->check(nccl->group_end());
       for (const auto& edge : edges) {
-        cuda::Event greeted(*gpu);
+        const cuda::Event greeted(*gpu);
         greeted.record(edge->stream().handle());
         while (!greeted.done()) {
           if (const auto problem = edge->watch(std::chrono::hours(1))) throw Error(Fault::system, problem->what);
@@ -154,7 +154,7 @@ void NcclEdges::close(const WaitPolicy& policy) {
     call.wait(policy, "ncclCommFinalize");
   } catch (...) {
     if (!taken->exchange(true)) {
-      BoundedCall last([gpu = gpu_, nccl = nccl_, edges = edges_, handles] {
+      const BoundedCall last([gpu = gpu_, nccl = nccl_, edges = edges_, handles] {
         const cuda::Current current(*gpu);
         abort_all(*nccl, gpu, handles);
       });
