@@ -132,11 +132,12 @@ def _unscale_by_scaler(modules: list[nn.Module], step: int, group: Any) -> None:
 
 
 def _module_hooks(stage: Any) -> None:
+    # Factors about 1: larger ones make three steps diverge, and differences in rounding with them.
     stage.linear.register_forward_pre_hook(lambda _, args: (args[0] * 1.5,))
-    stage.linear.register_forward_hook(lambda _, args, output: output * 2)
-    stage.register_full_backward_pre_hook(lambda _, outputs: tuple(gradient * 3 for gradient in outputs))
+    stage.linear.register_forward_hook(lambda _, args, output: output * 0.75)
+    stage.register_full_backward_pre_hook(lambda _, outputs: tuple(gradient * 0.5 for gradient in outputs))
     stage.linear.register_full_backward_hook(
-        lambda _, inputs, outputs: tuple(g if g is None else g * 2 for g in inputs)
+        lambda _, inputs, outputs: tuple(g if g is None else g * 1.25 for g in inputs)
     )
 
 
