@@ -72,7 +72,7 @@ class Schedule:
             NCCL). One of them or a list; they cost time.
         shapes: "dynamic": what a stage returns may have other shapes, dtypes and structure at any microbatch. "static":
             it is promised to be for each microbatch what it is in the first step(), and in the first eval() for those;
-            what is not raises LayoutError on every rank. Over NCCL the host of a rank then waits for no other one.
+            what is not raises LayoutError on every rank. Over NCCL a rank's host then never waits for another rank.
         options: what else the builder takes, by its own names.
 
     Raises:

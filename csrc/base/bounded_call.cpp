@@ -3,12 +3,11 @@
 #include <pthread.h>
 
 #include <atomic>
-#include <csignal>
 #include <system_error>
-#include <thread>
 #include <utility>
 
 #include "base/error.hpp"
+#include "base/thread.hpp"
 
 namespace pypipe {
 
@@ -20,12 +19,8 @@ struct BoundedCall::State {
 };
 
 BoundedCall::BoundedCall(std::function<void()> call) : state_(std::make_shared<State>()) {
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
   try {
-    std::thread([state = state_, held = std::move(call)]() mutable {
+    start_thread([state = state_, held = std::move(call)]() mutable {
       pthread_setname_np(pthread_self(), "pypipe-call");
       try {
         held();
@@ -37,10 +32,8 @@ BoundedCall::BoundedCall(std::function<void()> call) : state_(std::make_shared<S
       notify(state->bell);
     }).detach();
   } catch (const std::system_error& error) {
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
     throw Error(Fault::system, std::string("a thread cannot be started: ") + error.what());
   }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 void BoundedCall::wait(const WaitPolicy& policy, const std::string& what) {

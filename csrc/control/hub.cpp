@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <csignal>
 #include <cstring>
 #include <exception>
 #include <functional>
@@ -19,6 +18,7 @@
 #include <utility>
 
 #include "base/error.hpp"
+#include "base/thread.hpp"
 
 namespace pypipe {
 namespace {
@@ -108,18 +108,7 @@ void Hub::add_peer(int rank, Fd socket) {
 
 void Hub::start() {
   if (thread_.joinable() || closing_) throw Error(Fault::usage, "start() twice");
-  // Signals belong to the threads of the host program.
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  try {
-    thread_ = std::thread([this] { run(); });
-  } catch (...) {
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    throw;
-  }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  thread_ = start_thread([this] { run(); });
 }
 
 Hub::Peer& Hub::find(int peer) const {

@@ -178,6 +178,7 @@ def _inspect_cuda(report: Report) -> None:
 
 def _inspect_nccl(report: Report) -> None:
     from pypipe._core import CoreError, WaitPolicy
+    from pypipe.errors import ConfigurationError
     from pypipe.runtime import environment
     from pypipe.runtime.libraries import find_nccl, gpu
 
@@ -196,7 +197,7 @@ def _inspect_nccl(report: Report) -> None:
     try:
         library.try_communicator(gpu(0), WaitPolicy(_COMMUNICATOR_TIMEOUT))
         report.communicator = "works"
-    except CoreError as error:
+    except (CoreError, ConfigurationError) as error:
         report.communicator = str(error)
         nccl.problem, nccl.broken = str(error), True
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -67,7 +68,12 @@ class EventPool {
   explicit EventPool(GpuPointer gpu) : gpu_(std::move(gpu)) {}
 
   [[nodiscard]] Event take() {
-    if (free_.empty()) return Event(*gpu_);
+    std::optional<Event> event = spare();
+    return event ? *std::move(event) : Event(*gpu_);
+  }
+  // One that need not be made, if there is any.
+  [[nodiscard]] std::optional<Event> spare() {
+    if (free_.empty()) return std::nullopt;
     Event event = std::move(free_.back());
     free_.pop_back();
     return event;

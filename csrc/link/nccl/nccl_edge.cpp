@@ -16,7 +16,8 @@ NcclEdge::NcclEdge(cuda::GpuPointer gpu, NcclPointer nccl, const nccl::UniqueId&
       rank_(rank),
       name_(std::move(name)),
       ctas_(ctas),
-      stream_(*gpu_) {}
+      stream_(*gpu_),
+      events_(gpu_) {}
 
 void NcclEdge::make() {
   nccl::Config config = nccl::make_config(nccl_->version(), {1, ctas_, name_.c_str()});
@@ -36,17 +37,16 @@ void NcclEdge::greet(std::uint64_t* words) {
 
 std::uint64_t NcclEdge::run(const std::function<void(nccl::CommunicatorHandle, cuda::StreamHandle)>& enqueue) {
   std::optional<cuda::Event> mark;
+  nccl::CommunicatorHandle communicator = nullptr;
   {
     const std::scoped_lock lock(mutex_);
     if (aborting_ || communicator_ == nullptr) throw Error(Fault::aborted, name_ + ": the communicator was aborted");
     in_call_ = true;
-    if (!spare_.empty()) {
-      mark = std::move(spare_.back());
-      spare_.pop_back();
-    }
+    communicator = communicator_;
+    mark = events_.spare();  // one that has to be made is made without the lock
   }
   try {
-    enqueue(communicator_, stream_.handle());
+    enqueue(communicator, stream_.handle());
     if (!mark) mark.emplace(*gpu_);
     mark->record(stream_.handle());
   } catch (...) {
@@ -65,7 +65,7 @@ std::uint64_t NcclEdge::run(const std::function<void(nccl::CommunicatorHandle, c
 
 void NcclEdge::reap() {
   while (!operations_.empty() && operations_.front().ended.done()) {
-    spare_.push_back(std::move(operations_.front().ended));
+    events_.give_back(std::move(operations_.front().ended));
     operations_.pop_front();
     if (!operations_.empty()) operations_.front().since = std::chrono::steady_clock::now();
   }
@@ -126,6 +126,9 @@ void NcclEdge::wait_for_calls(std::chrono::steady_clock::time_point deadline) no
   called_.wait_until(lock, deadline, [this] { return !in_call_; });
 }
 
-nccl::CommunicatorHandle NcclEdge::take_communicator() noexcept { return std::exchange(communicator_, nullptr); }
+nccl::CommunicatorHandle NcclEdge::take_communicator() noexcept {
+  const std::scoped_lock lock(mutex_);
+  return std::exchange(communicator_, nullptr);
+}
 
 }  // namespace pypipe

@@ -3,11 +3,11 @@
 // one edge. A rank's communicators are made and ended together: see nccl_edges.hpp.
 //
 // Threads, and what each may do with the communicator:
-//   host      run(): the only calls of NCCL in a step. in_call_ is set meanwhile, and aborting_ keeps new ones out
-//   watchdog  asks for asynchronous errors, in watch()
-//   whoever makes, closes or aborts it: takes it out by take_communicator(), after which nobody else has it
+//   host       run(): the only calls of NCCL in a step. in_call_ is set meanwhile, and aborting_ keeps new ones out
+//   watchdog   asks for asynchronous errors, in watch()
+//   NcclEdges  makes it, and takes it out by take_communicator() to close or abort it
 // The watchdog's thread is joined before anybody but itself closes or aborts. So NCCL's own locks are all that two calls
-// can meet at, and mutex_, which guards the list of operations and the two flags, is held across no call of NCCL and
+// can meet at, and mutex_, which guards the list of operations, the two flags and the handle, is held across no call of NCCL and
 // none that could wait for the device: ended(), which Python asks at every send, never waits for either.
 #pragma once
 
@@ -105,7 +105,7 @@ class NcclEdge {
   bool in_call_ = false;
   bool aborting_ = false;
   std::deque<Operation> operations_;
-  std::vector<cuda::Event> spare_;  // of operations that have ended
+  cuda::EventPool events_;
   std::uint64_t started_ = 0;
 };
 

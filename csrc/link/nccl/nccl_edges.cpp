@@ -1,5 +1,6 @@
 #include "link/nccl/nccl_edges.hpp"
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -11,9 +12,6 @@
 
 namespace pypipe {
 namespace {
-
-using Edges = std::vector<std::shared_ptr<NcclEdge>>;
-using Handles = std::vector<nccl::CommunicatorHandle>;
 
 // A call of run() that is under way ends by itself, unless the device's queue is full: then only the abort ends it.
 constexpr std::chrono::milliseconds for_calls{500};
@@ -39,7 +37,8 @@ class Words {
 };
 
 // The results of these calls are not looked at: there is nothing to be done about an abort that fails.
-void abort_all(const nccl::Api& nccl, const cuda::GpuPointer& gpu, const Handles& handles) {
+void abort_all(const nccl::Api& nccl, const cuda::GpuPointer& gpu,
+               const std::vector<nccl::CommunicatorHandle>& handles) {
   if (nccl.version() >= group_aborts) {
     (void)nccl::succeeded(nccl.group_start());
     for (nccl::CommunicatorHandle handle : handles) (void)nccl::succeeded(nccl.comm_abort(handle));
@@ -59,6 +58,16 @@ void abort_all(const nccl::Api& nccl, const cuda::GpuPointer& gpu, const Handles
 
 }  // namespace
 
+NcclEdges::Handles NcclEdges::take_all(const Edges& edges, std::chrono::steady_clock::time_point deadline) {
+  for (const auto& edge : edges) edge->mark_aborting();
+  Handles handles;
+  for (const auto& edge : edges) {
+    edge->wait_for_calls(deadline);
+    if (nccl::CommunicatorHandle handle = edge->take_communicator(); handle != nullptr) handles.push_back(handle);
+  }
+  return handles;
+}
+
 NcclEdges::~NcclEdges() { abort(std::chrono::nanoseconds(0)); }
 
 std::shared_ptr<NcclEdge> NcclEdges::add(const nccl::UniqueId& id, int rank, NcclEdge::Direction direction,
@@ -76,7 +85,7 @@ void NcclEdges::connect(const WaitPolicy& policy) {
       nccl->check(nccl->group_start());
       for (const auto& edge : edges) edge->make();
       nccl->check(nccl->group_end());
-      if (is_given_up()) throw Error(Fault::aborted, "nobody waits for the communicators any more");
+      if (is_given_up()) throw Error(Fault::aborted, "connecting the communicators was given up");
       nccl->check(nccl->group_start());
       for (std::size_t number = 0; number < edges.size(); ++number) edges[number]->greet(words.of(number));
       nccl->check(nccl->group_end());
@@ -85,17 +94,12 @@ void NcclEdges::connect(const WaitPolicy& policy) {
         greeted.record(edge->stream().handle());
         while (!greeted.done()) {
           if (const auto problem = edge->watch(std::chrono::hours(1))) throw Error(Fault::system, problem->what);
-          if (is_given_up()) throw Error(Fault::aborted, "nobody waits for the communicators any more");
+          if (is_given_up()) throw Error(Fault::aborted, "connecting the communicators was given up");
           std::this_thread::sleep_for(std::chrono::microseconds(50));
         }
       }
     } catch (...) {
-      Handles handles;
-      for (const auto& edge : edges) {
-        edge->mark_aborting();
-        if (nccl::CommunicatorHandle handle = edge->take_communicator(); handle != nullptr) handles.push_back(handle);
-      }
-      abort_all(*nccl, gpu, handles);
+      abort_all(*nccl, gpu, take_all(edges, std::chrono::steady_clock::now()));
       throw;
     }
   });
@@ -111,13 +115,8 @@ void NcclEdges::connect(const WaitPolicy& policy) {
 bool NcclEdges::abort(std::chrono::nanoseconds limit) noexcept {
   if (::getpid() != process_) return true;
   const auto deadline = std::chrono::steady_clock::now() + limit;
-  for (const auto& edge : edges_) edge->mark_aborting();
   try {
-    Handles handles;
-    for (const auto& edge : edges_) {
-      edge->wait_for_calls(std::min(deadline, std::chrono::steady_clock::now() + for_calls));
-      if (nccl::CommunicatorHandle handle = edge->take_communicator(); handle != nullptr) handles.push_back(handle);
-    }
+    const Handles handles = take_all(edges_, std::min(deadline, std::chrono::steady_clock::now() + for_calls));
     if (handles.empty()) return true;
     BoundedCall call([gpu = gpu_, nccl = nccl_, edges = edges_, handles] {
       const cuda::Current current(*gpu);
@@ -136,11 +135,7 @@ bool NcclEdges::abort(std::chrono::nanoseconds limit) noexcept {
 void NcclEdges::close(const WaitPolicy& policy) {
   // Whoever sets `taken` first destroys the communicators: the thread, or this one where time is up.
   const auto taken = std::make_shared<std::atomic<bool>>(false);
-  Handles handles;
-  for (const auto& edge : edges_) {
-    edge->mark_aborting();
-    if (nccl::CommunicatorHandle handle = edge->take_communicator(); handle != nullptr) handles.push_back(handle);
-  }
+  const Handles handles = take_all(edges_, std::chrono::steady_clock::now());
   if (handles.empty()) return;
   BoundedCall call([gpu = gpu_, nccl = nccl_, edges = edges_, handles, taken] {
     const cuda::Current current(*gpu);

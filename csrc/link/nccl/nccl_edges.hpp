@@ -27,7 +27,7 @@ class NcclEdges {
   NcclEdges(cuda::GpuPointer gpu, NcclPointer nccl) : gpu_(std::move(gpu)), nccl_(std::move(nccl)) {}
   NcclEdges(const NcclEdges&) = delete;
   NcclEdges& operator=(const NcclEdges&) = delete;
-  // What was neither closed nor aborted is aborted by a thread that nobody waits for.
+  // What was neither closed nor aborted is aborted by a detached thread.
   ~NcclEdges();
 
   // See NcclEdge. Before connect().
@@ -52,10 +52,15 @@ class NcclEdges {
   [[nodiscard]] const std::vector<std::shared_ptr<NcclEdge>>& all() const noexcept { return edges_; }
 
  private:
+  using Edges = std::vector<std::shared_ptr<NcclEdge>>;
+  using Handles = std::vector<nccl::CommunicatorHandle>;
+  // Refuses new calls on all edges, waits for those under way until the deadline, and takes the communicators out.
+  static Handles take_all(const Edges& edges, std::chrono::steady_clock::time_point deadline);
+
   const cuda::GpuPointer gpu_;
   const NcclPointer nccl_;
   const pid_t process_ = ::getpid();
-  std::vector<std::shared_ptr<NcclEdge>> edges_;
+  Edges edges_;
 };
 
 }  // namespace pypipe

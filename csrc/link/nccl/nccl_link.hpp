@@ -8,7 +8,7 @@
 //             than the channel has slots
 // The host only enqueues, and waits for one thing: the envelope, which the sender's host sends over the control socket
 // when it issues the send. Without it the receiver knows neither the size nor the layout. post() waits for it, so that a
-// receive is on the device where the program says. Where envelopes are promised (begin()), it waits for nobody: the
+// receive is on the device where the program says. Where envelopes are promised (begin()), it does not wait: the
 // receive is what it was in the first run, and the envelope is compared when it comes. Programs are lowered for that
 // (pypipe/program/exchanges.py), and it is what lets a host wait for its device anywhere: the other end of each transfer
 // that it has issued is issued too, or will be by a rank that does not wait for this one.

@@ -2,13 +2,13 @@
 
 #include <pthread.h>
 
-#include <csignal>
 #include <exception>
 #include <optional>
 #include <string>
 #include <utility>
 
 #include "base/error.hpp"
+#include "base/thread.hpp"
 #include "control/cause.hpp"
 
 namespace pypipe {
@@ -16,20 +16,14 @@ namespace {
 
 constexpr std::chrono::milliseconds period{50};
 constexpr std::chrono::seconds for_answers{1};
-constexpr std::chrono::seconds for_abort{10};  // which goes on after that, without anybody who waits for it
+constexpr std::chrono::seconds for_abort{10};  // after which it goes on by itself
 
 }  // namespace
 
 NcclWatchdog::NcclWatchdog(Hub& hub, std::shared_ptr<NcclEdges> edges, std::chrono::nanoseconds limit,
                            std::size_t ranks)
     : hub_(hub), edges_(std::move(edges)), limit_(limit), ranks_(ranks) {
-  // Signals belong to the threads of the host program.
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  thread_ = std::thread([this] { run(); });
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  thread_ = start_thread([this] { run(); });
 }
 
 NcclWatchdog::~NcclWatchdog() {
@@ -134,7 +128,7 @@ void NcclWatchdog::close(const WaitPolicy& policy) {
   };
   try {
     edges_->close(listening);
-  } catch (const Error&) {  // NOLINT(bugprone-empty-catch): they are aborted, and there is nobody left to tell
+  } catch (const Error&) {  // NOLINT(bugprone-empty-catch): they are aborted, and all peers have been told already
   } catch (...) {
     if (!interrupted) throw;
   }

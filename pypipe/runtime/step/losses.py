@@ -283,7 +283,7 @@ class Losses:
                 "(for example a mean)"
             )
         if trains and not loss.is_floating_point():
-            remedy = "its real part, or abs()" if loss.is_complex() else "one that is computed without rounding"
+            remedy = "its real part, or abs()" if loss.is_complex() else "one of a floating-point dtype"
             raise InputError(
                 f"{self._where}: loss_fn returned a loss of dtype {loss.dtype}; a gradient can be had of a real loss "
                 f"only, as in torch: return {remedy}"

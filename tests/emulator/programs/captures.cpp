@@ -3,6 +3,7 @@
 #include <string>
 #include <thread>
 
+#include "choose.hpp"
 #include "pair.hpp"
 
 namespace pypipe::test {
@@ -91,23 +92,23 @@ void joins() {
 
 int main(int argc, char** argv) {
   using namespace pypipe::test;
-  const std::string what = argc == 2 ? argv[1] : "";
-  if (what == "queries") {
-    queries(global, global, true);
-    queries(global, of_a_thread, false);
-    queries(global, relaxed, false);
-    queries(of_a_thread, global, false);
-    queries(relaxed, global, false);
-  } else if (what == "own") {
-    allocates(global, global, true);
-    allocates(of_a_thread, of_a_thread, true);
-    allocates(relaxed, global, false);
-    allocates(global, relaxed, false);
-  } else if (what == "joins") {
-    joins();
-  } else {
-    std::fprintf(stderr, "usage: captures queries|own|joins\n");
-    return 2;
-  }
-  return 0;
+  return choose(argc, argv,
+                {
+                    {"queries",
+                     [] {
+                       queries(global, global, true);
+                       queries(global, of_a_thread, false);
+                       queries(global, relaxed, false);
+                       queries(of_a_thread, global, false);
+                       queries(relaxed, global, false);
+                     }},
+                    {"own",
+                     [] {
+                       allocates(global, global, true);
+                       allocates(of_a_thread, of_a_thread, true);
+                       allocates(relaxed, global, false);
+                       allocates(global, relaxed, false);
+                     }},
+                    {"joins", joins},
+                });
 }

@@ -3,6 +3,7 @@
 #include <string>
 #include <thread>
 
+#include "choose.hpp"
 #include "pair.hpp"
 
 namespace pypipe::test {
@@ -109,16 +110,10 @@ void devices() {
 
 int main(int argc, char** argv) {
   using namespace pypipe::test;
-  const std::string what = argc == 2 ? argv[1] : "";
-  if (what == "threads") {
-    threads();
-  } else if (what == "none") {
-    none();
-  } else if (what == "devices") {
-    devices();
-  } else {
-    std::fprintf(stderr, "usage: contexts threads|none|devices\n");
-    return 2;
-  }
-  return 0;
+  return choose(argc, argv,
+                {
+                    {"threads", threads},
+                    {"none", none},
+                    {"devices", devices},
+                });
 }

@@ -4,6 +4,7 @@
 #include <string>
 #include <thread>
 
+#include "choose.hpp"
 #include "pair.hpp"
 
 namespace pypipe::test {
@@ -132,22 +133,13 @@ void interrupted(Rank& rank) {
 
 int main(int argc, char** argv) {
   using namespace pypipe::test;
-  const std::string what = argc == 2 ? argv[1] : "";
-  if (what == "creation_blocking") {
-    run_pair([](Rank& rank) { creation(rank, true); });
-  } else if (what == "creation_nonblocking") {
-    run_pair([](Rank& rank) { creation(rank, false); });
-  } else if (what == "failure") {
-    failure();
-  } else if (what == "mixed") {
-    mixed();
-  } else if (what == "abandoned") {
-    abandoned();
-  } else if (what == "interrupted") {
-    run_pair(interrupted);
-  } else {
-    std::fprintf(stderr, "usage: groups creation_blocking|creation_nonblocking|failure|mixed|abandoned|interrupted\n");
-    return 2;
-  }
-  return 0;
+  return choose(argc, argv,
+                {
+                    {"creation_blocking", [] { run_pair([](Rank& rank) { creation(rank, true); }); }},
+                    {"creation_nonblocking", [] { run_pair([](Rank& rank) { creation(rank, false); }); }},
+                    {"failure", failure},
+                    {"mixed", mixed},
+                    {"abandoned", abandoned},
+                    {"interrupted", [] { run_pair(interrupted); }},
+                });
 }

@@ -5,6 +5,7 @@
 #include <string>
 #include <thread>
 
+#include "choose.hpp"
 #include "pair.hpp"
 
 namespace pypipe::test {
@@ -337,24 +338,14 @@ void together() {
 
 int main(int argc, char** argv) {
   using namespace pypipe::test;
-  const std::string what = argc == 2 ? argv[1] : "";
-  if (what == "events") {
-    events();
-  } else if (what == "stream_zero") {
-    stream_zero();
-  } else if (what == "queued_zero") {
-    queued_zero();
-  } else if (what == "memory") {
-    memory();
-  } else if (what == "configurations") {
-    configurations();
-  } else if (what == "to_oneself") {
-    to_oneself();
-  } else if (what == "together") {
-    together();
-  } else {
-    std::fprintf(stderr, "usage: semantics events|stream_zero|queued_zero|memory|configurations|to_oneself|together\n");
-    return 2;
-  }
-  return 0;
+  return choose(argc, argv,
+                {
+                    {"events", events},
+                    {"stream_zero", stream_zero},
+                    {"queued_zero", queued_zero},
+                    {"memory", memory},
+                    {"configurations", configurations},
+                    {"to_oneself", to_oneself},
+                    {"together", together},
+                });
 }

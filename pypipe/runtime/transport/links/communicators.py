@@ -72,7 +72,7 @@ class Communicators:
         by_pair: whether two ranks have one for all links between them, which runs one group of transfers after another;
             else each link has its own.
         ctas: for the two ranks of each communicator, in ascending order, the most thread blocks that it takes.
-        reason: why they are fewer than there are links, where nobody asked for that.
+        reason: why they are fewer than there are links, where PYPIPE_NCCL_COMMUNICATORS did not ask for that.
     """
 
     by_pair: bool
@@ -90,13 +90,13 @@ def plan_communicators(links: Iterable[Link], configs: Sequence[Config]) -> Comm
     links = list(links)
     choice, limit = configs[0].communicators, configs[0].max_ctas
     of_link, of_pair = _counts(links, by_pair=False), _counts(links, by_pair=True)
-    first, most = [], limit or _WITHIN_HOST
+    tried, most = [], limit or _WITHIN_HOST  # in order of preference: by pair or not, and how many thread blocks
     if choice != "pair":
         fewest = most if limit else 1 if choice == "link" else _FEWEST_FOR_A_LINK
-        first = [(False, ctas) for ctas in _halves(most, fewest)]
+        tried = [(False, ctas) for ctas in _halves(most, fewest)]
     if choice != "link":
-        first += [(True, ctas) for ctas in _halves(most, most if limit else 1)]
-    for by_pair, ctas in first:
+        tried += [(True, ctas) for ctas in _halves(most, most if limit else 1)]
+    for by_pair, ctas in tried:
         shares = {ends: ctas if limit else min(ctas, _reach(ends, configs)) for ends in of_pair}
         if _fits(of_pair if by_pair else of_link, shares, configs):
             break

@@ -139,7 +139,7 @@ class NcclSendChannel(CoreSendChannel):
 
     def _end_run(self) -> None:
         self._leaving.clear()
-        if self._has_sent:  # in an eval, nobody sends gradients
+        if self._has_sent:  # an eval sends no gradients
             self._has_sent = False
             self._seen.add(self._evaluates)
 
