@@ -114,7 +114,7 @@ CALLED_WRONGLY = [
     ("target_missing", 2, "InputError", ["target="], "without loss_fn"),
     ("loss_that_is_no_scalar", 2, "InputError", ["loss_fn", "(2,)"], "one element"),
     ("loss_that_is_complex", 2, "InputError", ["loss_fn", "torch.complex128"], "real part"),
-    ("loss_that_is_an_integer", 2, "InputError", ["loss_fn", "torch.int64"], "rounding"),
+    ("loss_that_is_an_integer", 2, "InputError", ["loss_fn", "torch.int64"], "floating-point dtype"),
     ("loss_kwargs_as_long_as_the_batch", 2, "InputError", ["loss_kwargs['weight']", "4 rows"], "Replicate()"),
     ("loss_that_is_no_tensor", 2, "InputError", ["loss_fn", "float"], "one element"),
     ("loss_that_depends_on_nothing", 2, "InputError", ["depends on nothing"], "detach()"),
