@@ -11,6 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 
+def compiled(module: nn.Module, **options: Any) -> nn.Module:
+    """The module compiled; torch.compile() is declared to return any callable."""
+    made = torch.compile(module, **options)
+    assert isinstance(made, nn.Module)
+    return made
+
+
 class Block(nn.Module):
     """A linear layer with a nonlinearity."""
 

@@ -150,7 +150,7 @@ def attempt(rank: int, size: int, group: Any, case: str) -> tuple[str, list[str]
         stages = setup.stages
         if stages is None:
             stages = [pypipe.PipelineStage(Block(6), index, setup.count, group=group) for index in setup.indices]
-        make = pypipe.Schedule if isinstance(setup.schedule, tuple) else getattr(pypipe, setup.schedule)
+        make: Any = pypipe.Schedule if isinstance(setup.schedule, tuple) else getattr(pypipe, setup.schedule)
         program = setup.schedule if isinstance(setup.schedule, tuple) else ()
         schedule = make(*program, stages, setup.microbatches, functional.mse_loss, timeout=20, **setup.options)
         schedule.step(torch.ones(8, 6), target=torch.ones(8, 6))

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from compositions_run import RATE, ROWS, WIDTH, Composition, Stage, every, run
+from gradients import grad
+from models import compiled
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -94,14 +96,16 @@ def _poison(modules: list[nn.Module], step: int) -> None:
     """An overflow on one stage: that of the first rank."""
     if step == 1 and (first := getattr(modules[0], "is_first", False)):
         assert first
-        next(modules[0].parameters()).grad[0] = float("inf")  # type: ignore[index]
+        grad(next(modules[0].parameters()))[0] = float("inf")
 
 
 def _scaled(count: int) -> list[nn.Module]:
-    made = [Stage() for _ in range(count)]
-    for number, module in enumerate(made):
-        module.is_first = number == 0
-    return made
+    def make(is_first: bool) -> nn.Module:
+        stage: Any = Stage()
+        stage.is_first = is_first
+        return stage
+
+    return [make(number == 0) for number in range(count)]
 
 
 def _scaled_mse(output: Tensor, target: Tensor) -> Tensor:
@@ -155,9 +159,9 @@ def _parameter_hooks(stage: Any) -> None:
 
 
 def _optimizer_in_backward(stage: Any) -> None:
-    def step(parameter: nn.Parameter) -> None:
+    def step(parameter: Tensor) -> None:
         with torch.no_grad():
-            parameter -= RATE * parameter.grad
+            parameter -= RATE * grad(parameter)
         parameter.grad = None
 
     for parameter in stage.parameters():
@@ -202,12 +206,13 @@ def _main_grads(count: int) -> list[nn.Module]:
 def _descend_main_grads(modules: list[nn.Module], step: int, group: Any) -> None:
     with torch.no_grad():
         for parameter in (p for module in modules for p in module.parameters()):
-            parameter -= RATE * parameter.main_grad  # type: ignore[attr-defined]
-            parameter.main_grad.zero_()  # type: ignore[attr-defined]
+            main_grad: Any = parameter.main_grad  # type: ignore[attr-defined]
+            parameter.sub_(RATE * main_grad)
+            main_grad.zero_()
 
 
 def _apply_in_backward(stage: nn.Module, group: Any) -> nn.Module:
-    from torch.distributed.optim import _apply_optimizer_in_backward
+    from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
 
     _apply_optimizer_in_backward(torch.optim.SGD, stage.parameters(), {"lr": RATE})
     return stage
@@ -217,7 +222,7 @@ def _apply_in_backward(stage: nn.Module, group: Any) -> nn.Module:
 
 
 def _composable_checkpoint(stage: nn.Module) -> None:
-    from torch.distributed._composable import checkpoint as composable
+    from torch.distributed._composable.checkpoint_activation import checkpoint as composable
 
     composable(stage)
 
@@ -246,7 +251,7 @@ def _traced() -> nn.Module:
 
 def _compiled(count: int) -> list[nn.Module]:
     torch._dynamo.reset()  # else a code object compiled often enough runs as it is
-    return [torch.compile(Stage(), backend="aot_eager", fullgraph=True) for _ in range(count)]
+    return [compiled(Stage(), backend="aot_eager", fullgraph=True) for _ in range(count)]
 
 
 class _Auxiliary(torch.autograd.Function):
@@ -298,7 +303,7 @@ def _cumulative_norm() -> nn.Module:
     stage: Any = Stage()
     norm = nn.BatchNorm1d(WIDTH, momentum=None)  # whose average does not depend on the order
     stage.linear = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), norm)
-    return stage  # type: ignore[no-any-return]
+    return stage
 
 
 class _SyncBatchNorm(nn.Module):

@@ -47,7 +47,7 @@ def descend(modules: list[nn.Module], step: int, group: Any) -> None:
     with torch.no_grad():
         for parameter in {id(p): p for module in modules for p in module.parameters()}.values():
             if parameter.grad is not None:
-                parameter -= RATE * (parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
+                parameter.sub_(RATE * (parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad))
 
 
 def nothing(module: nn.Module, notes: dict[str, Tensor], step: int) -> None:
@@ -107,7 +107,7 @@ def _draws_by_itself(module: nn.Module, stage: int) -> None:
             state = torch.get_rng_state()
             torch.set_rng_state(outside)
 
-    module.forward = wrapped  # type: ignore[method-assign]
+    module.forward = wrapped
 
 
 def _made(case: Composition, count: int, pieces: list[list[int]]) -> list[nn.Module]:
@@ -207,12 +207,12 @@ def _compare(rank: int, size: int, group: Any, name: str, case: Composition) -> 
                 module.zero_grad()
         for piece, module in held:
             mine, theirs = module.state_dict(), reference.modules[piece].state_dict()
-            for entry, a, b in zip(mine, mine.values(), theirs.values(), strict=True):
-                check(f"{entry} of stage {piece} after {STEPS} steps", a, b)
+            for entry, value, expected in zip(mine, mine.values(), theirs.values(), strict=True):
+                check(f"{entry} of stage {piece} after {STEPS} steps", value, expected)
             if notes[piece].keys() != reference.notes[piece].keys():
                 found.append(f"notes of stage {piece}: {list(notes[piece])}, not {list(reference.notes[piece])}")
-            for what, a in notes[piece].items():
-                check(f"{what} of stage {piece}", a, reference.notes[piece].get(what))
+            for what, note in notes[piece].items():
+                check(f"{what} of stage {piece}", note, reference.notes[piece].get(what))
             module.eval()
         with case.around_eval():
             evaluated = schedule.eval(batches[-1][0])

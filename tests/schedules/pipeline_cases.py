@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transparency
+from gradients import grad
 from models import make, twins, unpipelined
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -103,8 +104,8 @@ def replicas(rank: int, size: int, group: Any, schedule: str) -> list[str]:
         half = slice(4 * replica, 4 * replica + 4)
         output = trainee.schedule.step(x[half], target=y[half])
         for parameter in trainee.module.parameters():
-            dist.all_reduce(parameter.grad, group=across[place])
-            parameter.grad.div_(2)
+            dist.all_reduce(grad(parameter), group=across[place])
+            grad(parameter).div_(2)
         expected = unpipelined(trainee.reference, x)
         trainee.loss_fn(expected, y).backward()
         if place == 1:
@@ -391,7 +392,7 @@ def forked_data_loader(rank: int, size: int, group: Any) -> list[str]:
     trainee.step()
     sockets = {link for _, link in _descriptors() - before if link.startswith("socket:")}
     found = [] if sockets else ["the test found no control sockets"]
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]: ranks may have children
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # ranks may have children
     for _ in range(2):
         loader = DataLoader(Snooping(sockets), batch_size=4, num_workers=1, multiprocessing_context="fork")
         for x, inherited, pid in loader:

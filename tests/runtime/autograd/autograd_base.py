@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ def nothing(*_: Any) -> None:
 class Case:
     """A model, its data, and what is done with it."""
 
-    modules: list[nn.Module]
+    modules: Sequence[nn.Module]
     batch: Callable[[int], Batch] = lambda step: plain_batch()
     loss: Callable[..., Any] = mse
     loss_kwargs: dict[str, Any] | None = None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from autograd_base import WIDTH, Case, Special, joins, mse, plain_batch
 from autograd_runs import copied, note_differences
+from models import compiled
 from torch import Tensor, nn
 
 import pypipe
@@ -18,20 +19,18 @@ def compare_compiled(rank: int, size: int, group: Any) -> list[str]:
     """One stage is compiled; what differs from the same stages in eager mode."""
     found: list[str] = []
     runs = []
-    for compiled in (True, False):
+    for is_compiled in (True, False):
         torch.manual_seed(0)
-        modules = joins(size)
-        for module in modules:
-            module.double()
-        module: Any = modules[rank]
-        called = torch.compile(module, backend="inductor") if compiled and rank == 1 else module
+        module = [made.double() for made in joins(size)][rank]
+        called = compiled(module, backend="inductor") if is_compiled and rank == 1 else module
         stage = pypipe.PipelineStage(called, rank, size, torch.device("cpu"), group=group)
         with pypipe.Schedule1F1B(stage, n_microbatches=2, loss_fn=mse, timeout=100) as schedule:
             for _ in range(2):
                 batch = plain_batch(6)
                 schedule.step(*batch.args, target=batch.target)
         runs.append({name: parameter.grad for name, parameter in module.named_parameters()})
-    note_differences(f"rank {rank}", Case([]), *runs, found)
+    mine, theirs = runs
+    note_differences(f"rank {rank}", Case([]), mine, theirs, found)
     return found
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from autograd_base import WIDTH, Case, Join, Special, join_trees, nothing
+from gradients import grad
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
@@ -44,17 +45,20 @@ def _parameter_hooks(module: Special) -> None:
 
 
 def _hook_of_an_accumulated_gradient(module: Special) -> None:
-    module.w.register_post_accumulate_grad_hook(lambda parameter: _note(module, parameter.grad.clone()))
+    module.w.register_post_accumulate_grad_hook(lambda parameter: _note(module, grad(parameter).clone()))
 
 
 def _full_backward_hooks(module: Special) -> None:
+    def before(_: nn.Module, outputs: Any) -> Any:
+        return tuple(gradient * 3 for gradient in outputs)
+
     def after(_: nn.Module, inputs: Any, outputs: Any) -> Any:
         for gradient in (*inputs, *outputs):
             _note(module, gradient if gradient is None else gradient.clone())
         return tuple(gradient if gradient is None else gradient * 2 for gradient in inputs)
 
     module.register_full_backward_hook(after)
-    module.register_full_backward_pre_hook(lambda _, outputs: tuple(gradient * 3 for gradient in outputs))
+    module.register_full_backward_pre_hook(before)
 
 
 def _keep_output_gradients(module: Special) -> None:
@@ -66,9 +70,9 @@ def _keep_output_gradients(module: Special) -> None:
 
 
 def _optimizer_in_backward(module: Special) -> None:
-    def step(parameter: nn.Parameter) -> None:
+    def step(parameter: Tensor) -> None:
         with torch.no_grad():
-            parameter -= 0.1 * parameter.grad
+            parameter -= 0.1 * grad(parameter)
         parameter.grad = None
 
     for parameter in module.parameters():
@@ -85,12 +89,12 @@ def _take_gradients(module: Special) -> None:
 
 def _scale_in_place(module: Special) -> None:
     def scale(parameter: nn.Parameter) -> None:
-        parameter.grad.mul_(0.5)  # type: ignore[union-attr]
+        grad(parameter).mul_(0.5)
 
     module.p.register_post_accumulate_grad_hook(scale)
 
 
-HOOKS: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Special], None]]] = {
+HOOKS: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Special], object]]] = {
     "a hook keeps the output's gradient": (_hook_on_the_output, nothing),
     "a hook keeps the input's gradient": (_hook_on_the_input, nothing),
     "hooks change gradients": (_hook_that_changes, nothing),

@@ -54,7 +54,7 @@ def _visible(module: nn.Module, stage: int, size: int, batch: Batch) -> dict[str
     return copied(seen)
 
 
-def _build(make: Callable[[], Case], prepare: Callable[[Any], None]) -> Case:
+def _build(make: Callable[[], Case], prepare: Callable[[Any], object]) -> Case:
     torch.manual_seed(0)
     case = make()
     if case.double:

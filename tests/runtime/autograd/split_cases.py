@@ -7,7 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from pypipe.runtime.autograd.engine import gradient_edge, run_backward
 from pypipe.runtime.autograd.split import SplitBackward, WeightWork
+
+Module = TypeVar("Module", bound=nn.Module)
 
 COSTLY = ("mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "embedding_dense_backward")
 
@@ -296,10 +298,10 @@ class Outcome:
     warned: list[str]
 
 
-class Stage:
+class Stage(Generic[Module]):
     """A module and one forward's graph after the other."""
 
-    def __init__(self, module: nn.Module, *, needs_grad: bool) -> None:
+    def __init__(self, module: Module, *, needs_grad: bool) -> None:
         self.module = module
         self.needs_grad = needs_grad
         self.split = SplitBackward("stage 1")
@@ -325,6 +327,12 @@ class Stage:
     def gradients(self) -> dict[str, Tensor | None]:
         found = {name: parameter.grad for name, parameter in self.module.named_parameters()}
         return found | {f"input {i}": x.grad for i, x in enumerate(self.inputs)}
+
+
+def left(work: WeightWork | None) -> WeightWork:
+    """W, of a microbatch that has left something to it."""
+    assert work is not None
+    return work
 
 
 def both_ways(

@@ -1,7 +1,5 @@
 """Replicated and sharded stages: two pipelines of two ranks (or four of one) against one model on all their batches."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import warnings
@@ -13,8 +11,10 @@ import torch
 import torch.distributed as dist
 import transparency
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,9 +34,11 @@ class Piece(nn.Module):
 
     def __init__(self, sparse: bool, static: bool) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first: nn.Module = nn.Linear(WIDTH, WIDTH)
+        second = nn.Linear(WIDTH, WIDTH)
+        second.bias.requires_grad_(False)
+        self.second: nn.Module = second
         self.shift = nn.Parameter(torch.randn(1, WIDTH))
-        self.second.bias.requires_grad_(False)
         self.sparse, self.static = sparse, static
         self.checkpointed = False
         if sparse:
@@ -92,20 +94,22 @@ def mesh_of(size: int, pipeline: int) -> DeviceMesh:
     return _meshes[pipeline]
 
 
-def _mean_hook(group: Any, bucket):  # DDP reads annotations, and wants types there, not the text of one
+# DDP reads a hook's annotations, and wants types, not their text: so this file does not postpone their evaluation.
+def _mean_hook(group: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """What DDP does by itself, as a hook."""
     tensor = bucket.buffer().div_(group.size())
     future = dist.all_reduce(tensor, group=group, async_op=True).get_future()
-    return future.then(lambda done: done.value()[0])
+    mean: torch.futures.Future[Tensor] = future.then(lambda done: done.value()[0])
+    return mean
 
 
-def wrap(module: nn.Module, wrapper: str, mesh: DeviceMesh) -> nn.Module:
+def wrap(module: Piece, wrapper: str, mesh: DeviceMesh) -> nn.Module:
     """The module as a trainer would wrap it."""
     data = mesh["dp"]
     group = data.get_group()
     ddp: dict[str, Any] = {}
     if wrapper.endswith("_checkpoint"):
-        module.checkpointed = True  # type: ignore[assignment]
+        module.checkpointed = True
         wrapper = wrapper.removesuffix("_checkpoint")
     match wrapper:
         case "ddp" | "hook" | "buffers" | "ddp_inside":
@@ -119,23 +123,28 @@ def wrap(module: nn.Module, wrapper: str, mesh: DeviceMesh) -> nn.Module:
         case "replicate":
             from torch.distributed._composable.replicate import replicate
 
-            return replicate(module, process_group=group)
+            replicate(module, process_group=group)
+            return module
         case "fsdp_replicate":  # replicate() of newer releases of torch is fully_shard's machinery without shards
             from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_by_fsdp
 
-            return replicate_by_fsdp(module, mesh=data)
+            replicate_by_fsdp(module, mesh=data)
+            return module
         case "fsdp":
-            return fully_shard(module, mesh=data)
+            fully_shard(module, mesh=data)
+            return module
         case "fsdp_nested":
             fully_shard(module.first, mesh=data)
             fully_shard(module.second, mesh=data)
-            return fully_shard(module, mesh=data)
+            fully_shard(module, mesh=data)
+            return module
         case "fsdp_inside":  # two roots, and parameters that nothing shards
             fully_shard(module.first, mesh=data)
             fully_shard(module.second, mesh=data)
             return module
         case "hsdp":
-            return fully_shard(module, mesh=_hybrid())
+            fully_shard(module, mesh=_hybrid())
+            return module
     if wrapper == "ddp_inside":
         module.first = DistributedDataParallel(module.first, process_group=group)
         module.second = DistributedDataParallel(module.second, process_group=group)
@@ -152,9 +161,9 @@ def _hybrid() -> DeviceMesh:
     return _meshes[0]
 
 
-def whole(value: Any) -> Tensor | None:
+def whole(value: Tensor) -> Tensor:
     """A gradient or parameter as one tensor."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 @contextlib.contextmanager
@@ -235,7 +244,7 @@ class Replicas:
         for number, module in self.held:
             named = zip(module.named_parameters(), self.reference[number].parameters(), strict=True)
             for (name, mine), theirs in named:
-                a = whole(mine.grad)
+                a = None if mine.grad is None else whole(mine.grad)
                 if self.partial and "shift" in name and a is not None:
                     # Nothing wraps it: it has this replica's own gradient.
                     a = a.clone()

@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import transparency
-from data_parallel_cases import CPU, SPARSE, WIDTH, Case, Piece, Replicas, mesh_of, no_sync, wrap
+from data_parallel_cases import CPU, SPARSE, WIDTH, Case, Piece, Replicas, mesh_of, no_sync, whole, wrap
+from gradients import grad
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional
@@ -37,6 +38,7 @@ def mixed_precision(rank: int, size: int, group: Any, name: str) -> list[str]:
     for module in [*modules, *reference]:
         fully_shard(module, mesh=mesh["dp"], mp_policy=policy)
     fully_shard(reference, mesh=mesh["dp"])
+    assert isinstance(reference, FSDPModule)
     schedule, held = transparency.build(
         place, 2, mesh["pp"].get_group(), name, modules, 4, loss_fn=functional.mse_loss, timeout=30
     )
@@ -50,7 +52,7 @@ def mixed_precision(rank: int, size: int, group: Any, name: str) -> list[str]:
         for piece, module in held:
             named = zip(module.named_parameters(), reference[piece].parameters(), strict=True)
             for (parameter, mine), theirs in named:
-                a, b = mine.grad.full_tensor(), theirs.grad.full_tensor()
+                a, b = whole(grad(mine)), whole(grad(theirs))
                 if a.dtype != b.dtype or not torch.allclose(a, b, rtol=1e-6, atol=1e-9):
                     worst = float((a - b).abs().max())
                     differences.append(f"rank {rank}: {parameter} of stage {piece}, step {step}: {worst:g} off")
@@ -126,6 +128,7 @@ def one_replica_fails(rank: int, size: int, group: Any, schedule: str, wrapper: 
         loss_fn=functional.mse_loss, timeout=30,
     )  # fmt: skip
     _, faulty = built.held[0]
+    assert isinstance(faulty, _Faulty)
     if replicas.replica == 1 and replicas.place == (where == "forward"):
         faulty.fails_at = {"first forward": 1, "second step": 1, "input": 99}.get(where, 3)
         faulty.fails_in_backward = where == "backward"
@@ -196,19 +199,20 @@ def refused(rank: int, size: int, group: Any, what: str) -> str:
     """What a rank raises."""
     mesh = mesh_of(size, 2)
     place, data = mesh["pp"].get_local_rank(), mesh["dp"].get_group()
-    module: nn.Module = _Leaves() if what == "unused" else nn.Linear(4, 4)
+    linear, leaves = nn.Linear(4, 4), _Leaves()
+    module: nn.Module = leaves if what in ("unused", "static graph changes") else linear
     options: dict[str, Any] = {}
     name = "Schedule1F1B"
     if what == "static graph changes":
         options["static_graph"] = True
-        module = _Leaves()
     if what == "mixed precision":
         from torch.nn.parallel.distributed import _MixedPrecision
 
         options["mixed_precision"] = _MixedPrecision(torch.float32, torch.float32, torch.float32)
-    if what in ("wrapped late", "dualpipe"):
-        wrapped = module if what == "wrapped late" else fully_shard(module, mesh=mesh["dp"])
-    else:
+    wrapped = module
+    if what == "dualpipe":
+        fully_shard(module, mesh=mesh["dp"])
+    elif what != "wrapped late":
         wrapped = DistributedDataParallel(module, process_group=data, **options)
     held = [(place, wrapped)]
     if what == "shared":
@@ -216,7 +220,9 @@ def refused(rank: int, size: int, group: Any, what: str) -> str:
         held = [(place, wrapped), (place + 2, wrapped)]
     if what == "dualpipe":
         name = "ScheduleDualPipe"
-        held.append((1 - place, fully_shard(nn.Linear(4, 4), mesh=mesh["dp"])))
+        other = nn.Linear(4, 4)
+        fully_shard(other, mesh=mesh["dp"])
+        held.append((1 - place, other))
     count = 4 if what == "shared" else 2
     stages = [pypipe.PipelineStage(m, piece, count, CPU, group=mesh["pp"].get_group()) for piece, m in held]
     given = stages if len(stages) > 1 else stages[0]
@@ -227,9 +233,9 @@ def refused(rank: int, size: int, group: Any, what: str) -> str:
         if what == "wrapped late":
             fully_shard(module, mesh=mesh["dp"])
         if what == "unfrozen":
-            module.weight.requires_grad_(False)
+            linear.weight.requires_grad_(False)
         if what == "static graph changes":
-            module.forward = lambda x: module.linear(x) + module.left_out.sum()  # type: ignore[method-assign]
+            leaves.forward = lambda x: leaves.linear(x) + leaves.left_out.sum()  # type: ignore[method-assign]
         schedule.step(x, target=x)
     except (pypipe.PipelineError, ValueError) as error:
         return str(error)
@@ -340,7 +346,8 @@ def traced(rank: int, size: int, group: Any) -> list[str]:
     """The text form of what each rank did, with the reductions."""
     mesh = mesh_of(size, 2)
     place = mesh["pp"].get_local_rank()
-    module = fully_shard(nn.Linear(4, 4), mesh=mesh["dp"])
+    module = nn.Linear(4, 4)
+    fully_shard(module, mesh=mesh["dp"])
     stage = pypipe.PipelineStage(module, place, 2, CPU, group=mesh["pp"].get_group())
     schedule = pypipe.Schedule1F1B(stage, 2, functional.mse_loss, timeout=30)
     x = torch.ones(4, 4)

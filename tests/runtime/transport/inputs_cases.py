@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -49,7 +50,7 @@ class Keeper(nn.Module):
         return [] if all(torch.equal(kept, was) for kept, was in self.seen) else ["what a stage has kept has changed"]
 
 
-def _run(modules: list[nn.Module], x: Tensor, y: Tensor, count: int) -> Tensor:
+def _run(modules: Sequence[nn.Module], x: Tensor, y: Tensor, count: int) -> Tensor:
     """One microbatch after another through the model."""
     outputs = []
     for a, b in zip(x.chunk(count), y.chunk(count), strict=True):
@@ -66,18 +67,18 @@ def kept(rank: int, size: int, group: Any, name: str, kind: str, link: str, from
     count = transparency.count_stages(name, size)
     with torch.random.fork_rng([]):
         torch.manual_seed(2)
-        modules: list[nn.Module] = [Keeper(kind) for _ in range(count)]
+        modules = [Keeper(kind) for _ in range(count)]
         batches = torch.randn(4, 2, 8, WIDTH, dtype=torch.float64)
     reference = copy.deepcopy(modules)
     with patch.dict(os.environ, {"PYPIPE_LINK": link}):
         schedule, held = transparency.build(
-            rank, size, group, name, modules, 4, loss_fn=functional.mse_loss, timeout=30
+            rank, size, group, name, list(modules), 4, loss_fn=functional.mse_loss, timeout=30
         )  # fmt: skip
         found: list[str] = []
         try:
             for step, (x, y) in enumerate(batches):
                 for module in [*modules, *reference]:
-                    module.keeps = step >= from_step  # type: ignore[assignment]
+                    module.keeps = step >= from_step
                 if step < 2:
                     schedule.step(x, target=y)
                     _run(reference, x, y, 4)
@@ -89,9 +90,10 @@ def kept(rank: int, size: int, group: Any, name: str, kind: str, link: str, from
                         found.append(f"rank {rank}: the output of step {step} differs")
         except pypipe.PipelineError as error:
             return [str(error)]
-        for piece, module in held:
-            found += module.check()
-            for (parameter, a), b in zip(module.named_parameters(), reference[piece].parameters(), strict=True):
+        for piece, mine in held:
+            assert isinstance(mine, Keeper)
+            found += mine.check()
+            for (parameter, a), b in zip(mine.named_parameters(), reference[piece].parameters(), strict=True):
                 if not transparency.difference(a.grad, b.grad) <= transparency.TOLERANCE:
                     found.append(f"rank {rank}: gradient of {parameter}, stage {piece}, differs")
         schedule.close()

@@ -31,13 +31,15 @@ class Wrapping(Tensor):
 
     @staticmethod
     def __new__(cls, held: Tensor) -> Any:
-        make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        make: Any = Tensor._make_wrapper_subclass
         made = make(cls, held.shape, dtype=held.dtype, device=held.device)
         made._held = held
         return made
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    @classmethod  # torch declares a plain function
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         def held(value: Any) -> Any:
             return value._held if isinstance(value, Wrapping) else value
 

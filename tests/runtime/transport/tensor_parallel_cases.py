@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed._functional_collectives as funcol
 import transparency
+from gradients import grad
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
@@ -80,7 +83,7 @@ def parallelize(block: Block, mesh: DeviceMesh, style: str, first: bool) -> nn.M
     # What crosses is a DTensor, cut along the sequence, whole, or a partial sum.
     between = {"shard": Shard(1), "replicate": Replicate(), "partial": Partial()}[style]
     inside = between if style == "shard" else Replicate()
-    plan = {
+    plan: dict[str, ParallelStyle] = {
         "norm": SequenceParallel(use_local_output=False) if style == "shard" else PrepareModuleInput(),
         "up": ColwiseParallel(input_layouts=inside, use_local_output=False),
         "down": RowwiseParallel(output_layouts=between if style == "partial" else inside, use_local_output=False),
@@ -173,7 +176,7 @@ def train(rank: int, size: int, group: Any, case: Case) -> list[str]:
     return differences
 
 
-def _run(blocks: list[nn.Module], x: Tensor) -> Tensor:
+def _run(blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
     for block in blocks:
         x = block(x)
     return x
@@ -191,10 +194,10 @@ def copied(rank: int, size: int, group: Any) -> list[str]:
     wrong = []
     if mesh.get_local_rank() == 0:
         copy_made = copy_of(partial)
+        partial.to_local().zero_()
         if not isinstance(copy_made, DTensor) or copy_made.placements != (Partial(),) or copy_made.shape != (3,):
             wrong.append(f"rank {rank}: the copy is {copy_made}")
-        partial.to_local().zero_()
-        if copy_made.to_local().tolist() != [rank] * 3:
+        elif copy_made.to_local().tolist() != [rank] * 3:
             wrong.append(f"rank {rank}: the copy shares memory, or has other values")
     coming = funcol.all_reduce(torch.ones(2), "sum", mesh)
     if copy_of(coming).tolist() != [2.0, 2.0]:
@@ -223,9 +226,9 @@ def without_a_mesh(rank: int, size: int, group: Any, gives: bool) -> str | list[
     """The second stage has no parameter that tells the mesh: refused, or found by get_mesh=."""
     mesh = mesh_of((2, 2), ("pp", "tp"))
     place = mesh["pp"].get_local_rank()
-    module: nn.Module = _Bare() if place else _Sends(mesh["tp"])
+    sends = _Sends(mesh["tp"])
     stage = pypipe.PipelineStage(
-        module,
+        _Bare() if place else sends,
         place,
         2,
         CPU,
@@ -240,4 +243,4 @@ def without_a_mesh(rank: int, size: int, group: Any, gives: bool) -> str | list[
         return str(error)
     finally:
         schedule.close()
-    return [] if place else module.weight.grad.tolist()
+    return [] if place else grad(sends.weight).tolist()

@@ -60,7 +60,8 @@ def main(way: str, kind: str) -> None:
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     if way.startswith("lost bytes") and rank == 1:
-        dist.isend = lambda *_, **__: Sent()  # announced, and never sent: who receives them waits for ever
+        isend: Any = lambda *_, **__: Sent()  # noqa: E731
+        dist.isend = isend  # announced, and never sent: who receives them waits for ever
     schedule = _fail_a_step(rank, size, kind)
     if way in ("close", "lost bytes and close"):
         schedule.close()

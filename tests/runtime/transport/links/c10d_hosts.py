@@ -7,28 +7,25 @@ import os
 import sys
 import time
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import transparency
 from c10d_cases import build, counted, error_of
 
-from pypipe.runtime.rendezvous import exchange
+from pypipe.runtime.rendezvous.handshake import Listener
+
+EXCHANGE = "pypipe.runtime.rendezvous.exchange"  # where the ranks' addresses are made
 
 
 def address_that_is_not_ours(rank: int, size: int, group: Any) -> str:
     """PYPIPE_ADDRESS on rank 0 names no address of this host."""
-    identity = exchange.host_identity
-    exchange.host_identity = lambda: f"host {rank}"
-    if rank == 0:
-        os.environ["PYPIPE_ADDRESS"] = "192.0.2.77"
-    try:
+    address = {"PYPIPE_ADDRESS": "192.0.2.77"} if rank == 0 else {}
+    with patch(f"{EXCHANGE}.host_identity", lambda: f"host {rank}"), patch.dict(os.environ, address):
         schedule, x, y = build(rank, size, group, 20.0)
         text = error_of(lambda: schedule.step(x, target=y))
         schedule.close()
-    finally:
-        exchange.host_identity = identity
-        os.environ.pop("PYPIPE_ADDRESS", None)
     return text
 
 
@@ -36,21 +33,18 @@ def on_two_hosts(rank: int, size: int, group: Any) -> list[str]:
     """Ranks that believe to be on hosts of their own meet over TCP, and use c10d by themselves."""
     addresses: list[Any] = []
 
-    class Noted(exchange.Listener):
+    class Noted(Listener):
         def __init__(self, me: int, address: str) -> None:
             super().__init__(me, address)
             addresses.append(self.address)
 
-    identity, listener = exchange.host_identity, exchange.Listener
-    exchange.host_identity = lambda: f"host {rank // 2}"
-    exchange.Listener = Noted  # type: ignore[misc]
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    try:
-        with counted() as traffic:
-            found = transparency.compare(rank, size, group, "Schedule1F1B", "mixed", 3, 7, True)
-    finally:
-        exchange.host_identity, exchange.Listener = identity, listener  # type: ignore[misc]
-        del os.environ["MASTER_ADDR"]
+    with (
+        patch(f"{EXCHANGE}.host_identity", lambda: f"host {rank // 2}"),
+        patch(f"{EXCHANGE}.Listener", Noted),
+        patch.dict(os.environ, {"MASTER_ADDR": "127.0.0.1"}),
+        counted() as traffic,
+    ):
+        found = transparency.compare(rank, size, group, "Schedule1F1B", "mixed", 3, 7, True)
     crosses = rank in (1, 2)
     if bool(traffic.sent) != crosses:
         found.append(f"rank {rank} sent {traffic.sent} messages over c10d")
@@ -103,15 +97,14 @@ def main() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     listening: list[tuple[str, str]] = []
 
-    class Noted(exchange.Listener):
+    class Noted(Listener):
         def __init__(self, me: int, address: str) -> None:
             super().__init__(me, address)
             inode = os.readlink(f"/proc/self/fd/{self._socket.fileno()}")[len("socket:[") : -1]
             if not isinstance(self.address, str):
                 listening.append(_table()[inode])
 
-    exchange.Listener = Noted  # type: ignore[misc]
-    with counted() as traffic:
+    with patch(f"{EXCHANGE}.Listener", Noted), counted() as traffic:
         found = []
         for case in json.loads(sys.argv[1]):
             found += transparency.compare(rank, size, None, *case)

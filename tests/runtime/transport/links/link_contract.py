@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -72,13 +72,18 @@ WAYS: dict[str, Message] = {
 }
 
 
+def _together(makes: Iterable[Message]) -> Message:
+    order = tuple(makes)
+    return lambda v: tuple(make(v) for make in order)
+
+
 def _orders(way: str) -> Iterator[Message]:
     """Messages in which a tensor of this kind is alone, in each place among others, twice, and beside its own views."""
     make = WAYS[way]
     yield make
     others = (_volume, lambda v: (_volume(v) * 2).mT, make)
     for order in itertools.permutations(others):
-        yield lambda v, order=order: tuple(one(v) for one in order)
+        yield _together(order)
     yield lambda v: [make(v), make(v)]
     yield lambda v: (lambda t: {"a": t, "b": (_volume(v), t), "c": t})(make(v))
     yield lambda v: (lambda t: (t, t.unsqueeze(0), t.unsqueeze(-1).transpose(0, -1)))(make(v))
@@ -105,8 +110,7 @@ def _of_dtype(dtype: torch.dtype) -> Iterator[Message]:
     if dtype.is_floating_point or dtype.is_complex:
         kinds.append(lambda v: _volume(v).to(dtype).mT if _casts(dtype) else flat(v))
     for start in range(len(kinds)):
-        turned = kinds[start:] + kinds[:start]
-        yield lambda v, turned=turned: tuple(one(v) for one in (*turned, flat))
+        yield _together([*kinds[start:], *kinds[:start], flat])
 
 
 @functools.cache
@@ -126,8 +130,7 @@ def _every_pair() -> Iterator[Message]:
     """Messages in which each kind of tensor comes right before each other one."""
     names = list(WAYS)
     for step in range(1, len(names)):
-        order = [names[number * step % len(names)] for number in range(len(names))]
-        yield lambda v, order=order: [WAYS[name](v) for name in order]
+        yield _together(WAYS[names[number * step % len(names)]] for number in range(len(names)))
 
 
 def messages(case: str) -> list[Message]:

@@ -95,7 +95,9 @@ def small_device(rank: int, size: int, group: Any, multiprocessors: int) -> tupl
     ):
         warnings.simplefilter("always")
         schedule.step(x, target=y)
-    held = schedule._pipeline._running.connection.issue is not None
+    running = schedule._pipeline._running
+    assert running is not None
+    held = running.connection.issue is not None
     schedule.close()
     return "one for each pair" if held else "one for each link", [str(each.message) for each in seen]
 
