@@ -20,7 +20,7 @@ from pypipe.runtime.rendezvous.config import Config
 from pypipe.runtime.rendezvous.exchange import refuse
 from pypipe.runtime.rendezvous.liveness import declare
 from pypipe.runtime.rendezvous.world import World, find_world
-from pypipe.runtime.step.fitting import Fitted, fit
+from pypipe.runtime.step.fitting import fit
 from pypipe.runtime.step.pipeline import Pipeline
 from pypipe.runtime.step.settings import Call, Settings
 from pypipe.runtime.transport.links.communicators import communicators, max_ctas
@@ -99,41 +99,29 @@ class Schedule:
         **options: Any,
     ) -> None:
         given = _listed(stages)
-        world = given[0].world
-        indices = ", ".join(str(stage.stage_index) for stage in given)
+        world, device, num_stages = given[0].world, given[0].device, given[0].num_stages
         seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else float(timeout)
-        problem = _problem(given, n_microbatches, loss_fn, seconds)
         try:
+            _require_usable(given, n_microbatches, loss_fn, seconds)
             checks = wanted(check)
+            if shapes not in ("dynamic", "static"):
+                raise ValueError(f'shapes={shapes!r}: it takes "dynamic" or "static"')
+            read("PYPIPE_LINK", CHOICES)
+            of_ranks, ctas = communicators(), max_ctas()
+            training = loss_fn is not None
+            fitted = fit(program, world.size, num_stages, n_microbatches, options, training=training)
         except ValueError as error:
-            problem, checks = problem or str(error), frozenset()
-        if problem is None and shapes not in ("dynamic", "static"):
-            problem = f'shapes={shapes!r}: it takes "dynamic" or "static"'
-        fitted, of_ranks, ctas = Fitted(), "auto", 0
-        if problem is None:
-            try:
-                read("PYPIPE_LINK", CHOICES)
-                of_ranks, ctas = communicators(), max_ctas()
-                fitted = fit(
-                    program,
-                    world.size,
-                    given[0].num_stages,
-                    n_microbatches,
-                    options,
-                    training=loss_fn is not None,
-                )
-            except ValueError as error:
-                problem = str(error)
-        if problem is not None:
-            raise _refused(world, f"rank {world.rank}, stage{'s' * (len(given) > 1)} {indices}: {problem}")
+            indices = ", ".join(str(stage.stage_index) for stage in given)
+            where = f"rank {world.rank}, stage{'s' * (len(given) > 1)} {indices}"
+            raise _refused(world, f"{where}: {error}") from None
         self._settings = Settings(
             world=world,
-            device=given[0].device,
+            device=device,
             pieces=[(stage.stage_index, stage.submod) for stage in given],
             fitted=fitted,
             config=Config(
                 version=_VERSION,
-                num_stages=given[0].num_stages,
+                num_stages=num_stages,
                 schedule=self._kind(program),
                 communicators=of_ranks,
                 max_ctas=ctas,
@@ -353,18 +341,20 @@ def _refused(world: World, problem: str) -> ConfigurationError:
     return ConfigurationError(problem)
 
 
-def _problem(given: Sequence[PipelineStage], count: Any, loss: Any, seconds: float) -> str | None:
+def _require_usable(given: Sequence[PipelineStage], count: Any, loss: Any, seconds: float) -> None:
+    """Raises ValueError, with what is wrong with the arguments."""
     for what, values in (
         ("groups", [stage.world.name for stage in given]),
         ("num_stages", [stage.num_stages for stage in given]),
         ("devices", [str(stage.device) for stage in given]),
     ):
         if len(set(values)) > 1:
-            return f"the stages of this rank have different {what} ({', '.join(map(str, values))}): give them the same"
+            raise ValueError(
+                f"the stages of this rank have different {what} ({', '.join(map(str, values))}): give them the same"
+            )
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        return f"n_microbatches is {count!r}; a batch is cut into 1 microbatch or more"
+        raise ValueError(f"n_microbatches is {count!r}; a batch is cut into 1 microbatch or more")
     if loss is not None and not callable(loss):
-        return f"loss_fn is a {type(loss).__name__}; give a function loss_fn(output, target)"
+        raise ValueError(f"loss_fn is a {type(loss).__name__}; give a function loss_fn(output, target)")
     if not seconds > 0:
-        return f"timeout is {seconds:g} s; give a positive number of seconds"
-    return None
+        raise ValueError(f"timeout is {seconds:g} s; give a positive number of seconds")

@@ -45,6 +45,32 @@ class Scheduled:
         return self.step_time + self.span
 
 
+class _Stages:
+    """How far the simulated stages are.
+
+    Attributes:
+        counts: for each stage, how many microbatches it has.
+        first: for F, I and W, the number of each stage's first action.
+        n_done: for F, I and W, how many of them each stage has run.
+        inputs, gradients: when those of each stage's microbatches arrive, in order, as far as that is known.
+        room: for each rank, what its memory has left.
+    """
+
+    __slots__ = ("counts", "first", "gradients", "inputs", "n_done", "room")
+
+    def __init__(self, setting: Setting) -> None:
+        stages = range(setting.n_stages)
+        self.counts = [len(setting.microbatches_of(stage)) for stage in stages]
+        size = setting.n_stages * setting.n_microbatches
+        starts = [stage * setting.n_microbatches + setting.microbatches_of(stage).start for stage in stages]
+        self.first = [[kind * size + start for start in starts] for kind in range(3)]
+        self.n_done = [0] * len(stages), [0] * len(stages), [0] * len(stages)
+        self.inputs = [[0.0] * self.counts[stage] if setting.before[stage] < 0 else [] for stage in stages]
+        self.gradients: list[list[float]] = [[] for _ in stages]
+        tolerance = 1e-9 * max(setting.memory) if math.isfinite(max(setting.memory)) else 0.0
+        self.room = [memory + tolerance for memory in setting.memory]
+
+
 def schedule(setting: Setting, preference: Preference) -> Scheduled:
     """Let simulated ranks follow a preference.
 
@@ -58,31 +84,27 @@ def schedule(setting: Setting, preference: Preference) -> Scheduled:
         setting: each rank's memory holds one microbatch of each of its stages at least.
         preference: its limits are 1 or more.
     """
-    n_stages, n_microbatches, placement = setting.n_stages, setting.n_microbatches, setting.placement
-    before, after, delays, activation = setting.before, setting.after, setting.delays, setting.activation
-    forward, input_half, weight_half = setting.durations
-    size = n_stages * n_microbatches
+    stages = _Stages(setting)
+    counts, first, n_done = stages.counts, stages.first, stages.n_done
+    inputs, gradients, room = stages.inputs, stages.gradients, stages.room
+    n_forward, n_input, n_weight = n_done
+    placement, before, after, delays = setting.placement, setting.before, setting.after, setting.delays
+    stages_on, reserving = setting.stages_on, setting.reserving
+    activation, durations = setting.activation, setting.durations
     limits, patience, forward_first = preference.limits, preference.patience, preference.forward_first
-    n_forward, n_input, n_weight = [0] * n_stages, [0] * n_stages, [0] * n_stages
-    counts = [len(setting.microbatches_of(stage)) for stage in range(n_stages)]
-    firsts = [setting.microbatches_of(stage).start for stage in range(n_stages)]
-    # When each stage's inputs and gradients arrive, as far as that is known, in the order of its microbatches.
-    inputs: list[list[float]] = [[0.0] * counts[s] if before[s] < 0 else [] for s in range(n_stages)]
-    gradients: list[list[float]] = [[] for _ in range(n_stages)]
-    tolerance = 1e-9 * max(setting.memory) if math.isfinite(max(setting.memory)) else 0.0
-    room = [memory + tolerance for memory in setting.memory]
     lists: Lists = [[] for _ in range(setting.n_ranks)]
-    begin: list[float] = [-1.0] * setting.n_ranks
+    begin = [-1.0] * setting.n_ranks
     free = [0.0] * setting.n_ranks
     asleep = [False] * setting.n_ranks
-    # There are no lists to walk through yet, and time says whose turn it is: this loop is its own.
+    # There are no lists to walk through yet, and time says whose turn it is, so this loop shares nothing with the
+    # simulator's. A search runs it millions of times: functions of its parts would make it slower by a quarter.
     heap = [(0.0, rank) for rank in range(setting.n_ranks)]
     while heap:
         now, rank = heappop(heap)
         # The stage of the F, I and W to run here, and the next time at which an F or I becomes possible.
         next_forward = next_input = next_weight = -1
         oldest = coming = math.inf
-        for stage in setting.stages_on[rank]:
+        for stage in stages_on[rank]:
             done, begun = n_input[stage], n_forward[stage]
             if done < len(gradients[stage]):
                 arrival = gradients[stage][done]
@@ -93,7 +115,7 @@ def schedule(setting: Setting, preference: Preference) -> Scheduled:
                     coming = arrival
             if begun < len(inputs[stage]) and begun - done < limits[stage]:
                 needed = activation[stage]
-                for other in setting.reserving[stage]:
+                for other in reserving[stage]:
                     if n_forward[other] == n_weight[other] < counts[other]:
                         needed += activation[other]
                 if needed <= room[rank]:
@@ -109,7 +131,7 @@ def schedule(setting: Setting, preference: Preference) -> Scheduled:
             kind, stage = 0, next_forward
         elif next_input >= 0:
             kind, stage = 1, next_input
-        elif next_weight >= 0 and coming - now >= patience * weight_half[next_weight]:
+        elif next_weight >= 0 and coming - now >= patience * durations[2][next_weight]:
             kind, stage = 2, next_weight
         elif coming < math.inf:
             heappush(heap, (coming, rank))
@@ -119,10 +141,13 @@ def schedule(setting: Setting, preference: Preference) -> Scheduled:
             continue
         if begin[rank] < 0:
             begin[rank] = now
+        free[rank] = end = now + durations[kind][stage]
+        heappush(heap, (end, rank))
+        index = n_done[kind][stage]
+        n_done[kind][stage] = index + 1
+        lists[rank].append(first[kind][stage] + index)
         target = -1
         if kind == 0:
-            end, index = now + forward[stage], n_forward[stage]
-            n_forward[stage] = index + 1
             room[rank] -= activation[stage]
             target = after[stage]
             if target < 0:
@@ -130,18 +155,11 @@ def schedule(setting: Setting, preference: Preference) -> Scheduled:
             else:
                 inputs[target].append(end + delays[stage])
         elif kind == 1:
-            end, index = now + input_half[stage], n_input[stage]
-            n_input[stage] = index + 1
             target = before[stage]
             if target >= 0:
                 gradients[target].append(end + delays[target])
         else:
-            end, index = now + weight_half[stage], n_weight[stage]
-            n_weight[stage] = index + 1
             room[rank] += activation[stage]
-        lists[rank].append(kind * size + stage * n_microbatches + firsts[stage] + index)
-        free[rank] = end
-        heappush(heap, (end, rank))
         if target >= 0 and asleep[placement[target]]:
             woken = placement[target]
             asleep[woken] = False
