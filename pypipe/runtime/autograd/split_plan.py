@@ -12,49 +12,18 @@ share a node with these, are *early*: their gradients are computed and accumulat
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.autograd.function import BackwardCFunction
-
-from pypipe.runtime.autograd.saved_tensors import Packed, names_of_saved, packed, saves, without_weights
-from pypipe.runtime.autograd.split_graph import AccumulateGrad, Edge, Graph, Node, Structure
+from pypipe.runtime.autograd.node_kinds import ELEMENTWISE, LOOKUPS, VIEWS, NodeKind, kind_of
+from pypipe.runtime.autograd.saved_tensors import Packed, names_of_saved, packed, without_weights
+from pypipe.runtime.autograd.split_graph import Edge, Graph, Node, Structure
 
 __all__ = ["Node", "SplitPlan", "SplitPlans", "WeightEdge", "WeightNode"]
 
 # Position among a node's edges, the node behind it, which output of that; whether the gradient has that one's shape.
 WeightEdge = tuple[int, int, int, bool]
-
-# Nodes of torch's own operations; their names end in a number.
-_OPERATION = re.compile(r"(\w+)Backward\d+")
-
-# Operations that compute several gradients at once even if one is asked for (derivatives.yaml: formulas of several
-# inputs without a mask; cuDNN's batch norm and RNN ignore theirs).
-_JOINT = {
-    *("CudnnBatchNorm", "CudnnRnn", "MiopenBatchNorm", "MiopenRnn", "MkldnnRnnLayer", "LstmMps"),
-    *("ThnnFusedLstmCell", "ThnnFusedGruCell", "PreluKernel", "WeightNormInterface", "ConvTbc", "EuclideanDist"),
-    *("Polar", "IndexReduce", "ScatterReduce", "GridSampler2DCpuFallback", "CudnnGridSampler"),
-    *("LinalgHouseholderProduct", "FakeQuantizeLearnablePerTensorAffine", "FakeQuantizeLearnablePerChannelAffine"),
-    *("EfficientAttention", "FlashAttention", "CudnnAttention", "ScaledDotProductCudnnAttention"),
-    *("ScaledDotProductFlashAttention", "ScaledDotProductFlashAttentionForCpu"),
-}
-# Operations that pick rows of a weight by data that needs no gradient.
-_LOOKUPS = {"Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather", "Take"}
-# Operations, and edges whose gradients never have to be summed up to the shape of what they are for.
-_EXACT = {
-    **dict.fromkeys(("Mm", "Bmm", "Embedding"), (0, 1)),
-    **dict.fromkeys(("Addmm", "Baddbmm", "Convolution"), (1, 2)),
-    **dict.fromkeys(("NativeLayerNorm", "NativeGroupNorm", "NativeBatchNorm"), (1, 2)),
-}
-_VIEWS = {"T", "Transpose", "Permute", "View"}
-_ELEMENTWISE = {"Add", "Sub", "Rsub", "Mul", "Div", "Pow"}
-
-# Functions whose backward refuses to run for a part of the graph, or a graph that is kept.
-_WHOLE = {
-    "CompiledFunctionBackward": "a compiled graph computes all its gradients at once",
-    "CheckpointFunctionBackward": "reentrant activation checkpointing runs whole backwards only",
-}
 
 
 @dataclass(slots=True)
@@ -143,149 +112,158 @@ class SplitPlans:
 
 
 def _plan(graph: Graph) -> SplitPlan:
-    nodes, structure = graph.nodes, Structure.of(graph.key)
-    edges = structure.edges
-    kinds = [_kinds.get(kind) or _kind(kind) for kind in structure.kinds]
-    order = structure.children_first()
-    kept_shapes: dict[int, bool] = {}
-    if structure.inputs:
-        chain = _leading_to(structure.inputs, order, edges)
-    else:
-        chain = _depending_on_data(order, edges, kinds, nodes, kept_shapes)
+    return _Planner(graph).plan()
 
-    groups: dict[int, int] = {}  # of nodes outside the chain: a tree to each group's root (union-find)
-    found: dict[int, list[WeightEdge]] = {}
-    reasons: dict[int, str] = {}
-    packings: dict[int, Packed] = {}
-    saved: dict[int, tuple[str, ...]] = {}
-    for node in order:
-        kind = kinds[node]
-        if kind.leaf:
-            if node not in chain:
-                groups[node] = node
-        elif node not in chain:
-            known = [child for child, _ in edges[node] if child in groups]
-            if known:  # what leads to no leaf is in no group
-                groups[node] = _merged(groups, known)
+
+class _Planner:
+    """Makes the plan of one graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.nodes = graph.nodes
+        self.structure = Structure.of(graph.key)
+        self.edges = self.structure.edges
+        self.kinds = [kind_of(kind) for kind in self.structure.kinds]
+        self.order = self.structure.children_first()
+        self.kept_shapes: dict[int, bool] = {}
+        if self.structure.inputs:
+            self.chain = _leading_to(self.structure.inputs, self.order, self.edges)
         else:
-            if kind.whole is not None:
-                reasons[node] = kind.whole
-            exact = _EXACT.get(kind.operation or "", ())
-            behind = [
-                (i, child, output, i in exact) for i, (child, output) in enumerate(edges[node]) if child in groups
-            ]
-            if behind:
-                found[node] = behind
-                _merged(groups, [child for _, child, _, _ in behind])
-                saved[node] = names_of_saved(nodes[node], kind.operation)
-                packings[node] = packing = packed(nodes[node], saved[node])
-                reason = kind.joint if packing is not Packed.BY_CHECKPOINT else "a checkpoint recomputes once only"
-                if reason is not None:
-                    reasons.setdefault(node, reason)
+            self.chain = _depending_on_data(self.order, self.edges, self.kinds, self.nodes, self.kept_shapes)
+        self.groups = self._grouped()
+        self.weight_edges = self._find_weight_edges()
+        self.saved = {node: names_of_saved(self.nodes[node], self.kinds[node].operation) for node in self.weight_edges}
+        self.packings = {node: packed(self.nodes[node], names) for node, names in self.saved.items()}
 
-    early = {_group(groups, found[node][0][1]) for node in reasons if node in found}
-    weight_nodes = []
-    for node, behind in found.items():
-        group = _group(groups, behind[0][1])
-        if group not in early:
-            made = not all(_is_leaf(child, kinds, edges) for _, child, _, _ in behind)
-            operation, positions = kinds[node].operation, {position for position, _, _, _ in behind}
-            names = without_weights(operation, saved[node], positions)
-            weight_nodes.append(WeightNode(node, group, behind, made, operation, names))
-    late: dict[int, int] = {}
-    sizes: dict[int, int] = {}
-    early_leaves = []
-    for node in groups:
-        group = _group(groups, node)
-        if group not in early:
-            late[node] = group
-            if kinds[node].leaf:
-                leaf = nodes[node].variable
-                sizes[group] = sizes.get(group, 0) + leaf.numel() * leaf.element_size()
-        elif kinds[node].leaf:
-            early_leaves.append(node)
-    called = {each.node for each in weight_nodes}
-    last = [each.node for each in weight_nodes if not any(child in chain for child, _ in edges[each.node])]
-    return SplitPlan(
-        packings=[(node, saved[node], packing) for node, packing in packings.items()],
-        kept_shapes=list(kept_shapes.items()),
-        reasons=list(dict.fromkeys(reasons.values())),
-        whole=not sizes or any(kinds[node].whole is not None for node in reasons),
-        ends=[*structure.inputs, *early_leaves, *last],
-        early=early_leaves,
-        weight_nodes=weight_nodes,
-        spent={
-            node: names_of_saved(nodes[node], kinds[node].operation)
-            for node in order
-            if kinds[node].saves and node not in called and node not in late
-        },
-        root_groups=[late.get(root) for root in structure.roots],
-        group_bytes=sizes,
-        functions={structure.kinds[node] for node in chain if kinds[node].function},
-        packed=any(packings[node] is not Packed.NO for node in called),
-    )
+    def plan(self) -> SplitPlan:
+        structure, kinds = self.structure, self.kinds
+        reasons = self._reasons()
+        early = {self._group_behind(node) for node in reasons if node in self.weight_edges}
+        late = {node: group for node in self.groups if (group := self.groups.of(node)) not in early}
+        leaves = [node for node in self.groups if kinds[node].leaf]
+        early_leaves = [leaf for leaf in leaves if leaf not in late]
+        sizes: dict[int, int] = {}
+        for leaf in leaves:
+            if leaf in late:
+                variable = self.nodes[leaf].variable
+                sizes[late[leaf]] = sizes.get(late[leaf], 0) + variable.numel() * variable.element_size()
+        weight_nodes = [self._weight_node(node) for node in self.weight_edges if self._group_behind(node) not in early]
+        called = {each.node for each in weight_nodes}
+        last = [each.node for each in weight_nodes if not self._leads_on(each.node)]
+        return SplitPlan(
+            packings=[(node, self.saved[node], packing) for node, packing in self.packings.items()],
+            kept_shapes=list(self.kept_shapes.items()),
+            reasons=list(dict.fromkeys(reasons.values())),
+            whole=not sizes or any(kinds[node].whole is not None for node in reasons),
+            ends=[*structure.inputs, *early_leaves, *last],
+            early=early_leaves,
+            weight_nodes=weight_nodes,
+            spent={
+                node: names_of_saved(self.nodes[node], kinds[node].operation)
+                for node in self.order
+                if kinds[node].saves and node not in called and node not in late
+            },
+            root_groups=[late.get(root) for root in structure.roots],
+            group_bytes=sizes,
+            functions={structure.kinds[node] for node in self.chain if kinds[node].function},
+            packed=any(self.packings[node] is not Packed.NO for node in called),
+        )
+
+    def _grouped(self) -> _Groups:
+        """The nodes outside the chain that lead to leaves."""
+        groups = _Groups()
+        for node in self.order:
+            if node in self.chain:
+                continue
+            if self.kinds[node].leaf:
+                groups.add(node)
+            elif known := [child for child, _ in self.edges[node] if child in groups]:
+                groups.add(node, known)
+        return groups
+
+    def _find_weight_edges(self) -> dict[int, list[WeightEdge]]:
+        """The weight edges of each chain node that has some; what is behind one node's is one group from then on."""
+        found: dict[int, list[WeightEdge]] = {}
+        for node in self.order:
+            if node in self.chain:
+                exact = self.kinds[node].exact
+                behind = [
+                    (position, child, output, position in exact)
+                    for position, (child, output) in enumerate(self.edges[node])
+                    if child in self.groups
+                ]
+                if behind:
+                    found[node] = behind
+                    self.groups.join([child for _, child, _, _ in behind])
+        return found
+
+    def _leads_on(self, node: int) -> bool:
+        """Whether the chain goes on behind a node."""
+        return any(child in self.chain for child, _ in self.edges[node])
+
+    def _group_behind(self, node: int) -> int:
+        """The group of what is behind a chain node's weight edges."""
+        return self.groups.of(self.weight_edges[node][0][1])
+
+    def _reasons(self) -> dict[int, str]:
+        """For chain nodes that must do both halves at once, why."""
+        reasons: dict[int, str] = {}
+        for node in self.order:
+            kind = self.kinds[node]
+            reason = kind.whole if node in self.chain else None
+            if reason is None and node in self.weight_edges:
+                by_checkpoint = self.packings[node] is Packed.BY_CHECKPOINT
+                reason = "a checkpoint recomputes once only" if by_checkpoint else kind.joint
+            if reason is not None:
+                reasons[node] = reason
+        return reasons
+
+    def _weight_node(self, node: int) -> WeightNode:
+        behind, operation = self.weight_edges[node], self.kinds[node].operation
+        return WeightNode(
+            node=node,
+            group=self._group_behind(node),
+            edges=behind,
+            made=not all(_is_leaf(child, self.kinds, self.edges) for _, child, _, _ in behind),
+            operation=operation,
+            saved=without_weights(operation, self.saved[node], {position for position, _, _, _ in behind}),
+        )
 
 
-@dataclass(slots=True)
-class _Kind:
-    """What a node's class tells.
+class _Groups:
+    """Nodes outside the chain, by what they share: two that lead to one leaf are in one group (union-find)."""
 
-    Attributes:
-        leaf: whether such a node adds to a leaf's `.grad`.
-        operation: which of torch's operations it is, or None.
-        joint: why it cannot compute the gradients of its weights apart, or None.
-        whole: why it can be run by full backwards only, or None.
-        saves: whether it may save tensors.
-    """
+    def __init__(self) -> None:
+        self._parents: dict[int, int] = {}
 
-    leaf: bool
-    operation: str | None
-    joint: str | None
-    whole: str | None
-    saves: bool
+    def __contains__(self, node: int) -> bool:
+        return node in self._parents
 
-    @property
-    def function(self) -> bool:
-        return self.operation is None and not self.leaf
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._parents)
 
+    def add(self, node: int, children: Sequence[int] = ()) -> None:
+        """Adds a node to the group that its children are in from now on; to one of its own, where it has none."""
+        self._parents[node] = self.join(children) if children else node
 
-_kinds: dict[type, _Kind] = {}
+    def of(self, node: int) -> int:
+        """The number of a node's group: that of one of its nodes."""
+        while (parent := self._parents[node]) != node:
+            self._parents[node] = node = self._parents[parent]
+        return node
 
-
-def _kind(kind: type) -> _Kind:
-    match = _OPERATION.fullmatch(kind.__name__)
-    operation = match[1] if match and not issubclass(kind, BackwardCFunction) else None
-    joint = None
-    if operation is None or operation in _JOINT:
-        joint = f"{operation or kind.__name__.removesuffix('Backward')} computes all its gradients at once"
-    made = _kinds[kind] = _Kind(
-        leaf=kind is AccumulateGrad,
-        operation=operation,
-        joint=joint,
-        whole=_WHOLE.get(kind.__name__),
-        saves=saves(kind),
-    )
-    return made
+    def join(self, nodes: Sequence[int]) -> int:
+        """Makes one group of those that the nodes are in."""
+        first = self.of(nodes[0])
+        for node in nodes[1:]:
+            self._parents[self.of(node)] = first
+        return first
 
 
-def _is_leaf(node: int, kinds: list[_Kind], edges: list[list[Edge]]) -> bool:
+def _is_leaf(node: int, kinds: list[NodeKind], edges: list[list[Edge]]) -> bool:
     """Whether what comes from a node has the memory of a leaf."""
-    while kinds[node].operation in _VIEWS:
+    while kinds[node].operation in VIEWS:
         node = edges[node][0][0]
     return kinds[node].leaf
-
-
-def _group(groups: dict[int, int], node: int) -> int:
-    while (parent := groups[node]) != node:
-        groups[node] = node = groups[parent]
-    return node
-
-
-def _merged(groups: dict[int, int], nodes: list[int]) -> int:
-    first = _group(groups, nodes[0])
-    for node in nodes[1:]:
-        groups[_group(groups, node)] = first
-    return first
 
 
 def _leading_to(targets: list[int], order: list[int], edges: list[list[Edge]]) -> set[int]:
@@ -297,7 +275,7 @@ def _leading_to(targets: list[int], order: list[int], edges: list[list[Edge]]) -
 
 
 def _depending_on_data(
-    order: list[int], edges: list[list[Edge]], kinds: list[_Kind], nodes: list[Node], kept_shapes: dict[int, bool]
+    order: list[int], edges: list[list[Edge]], kinds: list[NodeKind], nodes: list[Node], kept_shapes: dict[int, bool]
 ) -> set[int]:
     """Nodes that are no function of leaves alone, as far as a graph tells: data that needs no gradient has no node.
 
@@ -310,9 +288,9 @@ def _depending_on_data(
             continue
         operation = kinds[node].operation
         children = [child for child, _ in edges[node]]
-        data = operation in _LOOKUPS or any(child in chain for child in children)
+        data = operation in LOOKUPS or any(child in chain for child in children)
         if not data and -1 in children:
-            if operation in _ELEMENTWISE:
+            if operation in ELEMENTWISE:
                 kept_shapes[node] = _keeps_shape(nodes[node])
             data = not kept_shapes.get(node, False)
         if data:
