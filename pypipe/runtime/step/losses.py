@@ -28,8 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from pypipe.errors import InputError
-from pypipe.runtime.autograd.engine import enter, gradient_edge, run_backward
-from pypipe.runtime.batch.structure import map_tensors
+from pypipe.runtime.autograd.engine import run_backward
+from pypipe.runtime.step.gradient_watch import GradientsSetAside, GradientWatch, trained_parameters
+from pypipe.runtime.step.output_cuts import Cut, cut_output
 
 __all__ = ["Losses"]
 
@@ -37,107 +38,14 @@ Roots = tuple[list[Any], list[Tensor]]
 """What a backward starts from: tensors or gradient edges, and a gradient for each."""
 
 
-class _Cut:
-    """One output tensor, cut off from its stage.
-
-    Attributes:
-        edge: where the tensor's gradient goes.
-        inside: what the loss function gets, which it may change in place; None once it has run.
-        own: the gradient that a backward() of the function's has brought here.
-        assigned: the one that the function has left as `.grad`. It counts where no other has come.
-    """
-
-    __slots__ = ("assigned", "edge", "inside", "leaf", "own")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.edge = gradient_edge(tensor)
-        self.leaf = tensor.detach().requires_grad_()
-        self.inside: Tensor | None = enter(self.leaf)
-        self.own: Tensor | None = None
-        self.assigned: Tensor | None = None
-
-    def take(self, *, has_graph: bool) -> bool:
-        """Takes what the loss function has left; returns whether that is anything.
-
-        Args:
-            has_graph: whether the returned loss has a graph.
-        """
-        inside, self.inside = self.inside, None
-        assert inside is not None
-        if inside._version:  # else autograd would not see that what the stage has saved is changed
-            torch.autograd.graph.increment_version(self.leaf)
-        self.own, self.leaf.grad = self.leaf.grad, None
-        if self.own is None:
-            retains = inside.retains_grad  # then autograd.grad() fills `.grad` too, which leads nowhere
-            if not (inside.is_leaf or retains):
-                inside.retain_grad()  # else to look at `.grad` is a warning
-            if not (retains and has_graph):
-                self.assigned = inside.grad
-        return self.own is not None or self.assigned is not None
-
-    def gradient(self, weight: float) -> Tensor | None:
-        """The gradient that goes on into the stage, after the backward of the returned loss.
-
-        Args:
-            weight: of what the loss function has left; the loss's own backward is weighted already.
-        """
-        left = self.own
-        if left is None and self.leaf.grad is None:
-            left = self.assigned
-        if left is None:
-            return self.leaf.grad
-        left = left if weight == 1.0 else left * weight
-        return left if self.leaf.grad is None else self.leaf.grad + left
-
-
 class _Pending:
     """A microbatch between its forward and its backward."""
 
     __slots__ = ("cuts", "loss")
 
-    def __init__(self, loss: Tensor | None, cuts: list[_Cut]) -> None:
+    def __init__(self, loss: Tensor | None, cuts: list[Cut]) -> None:
         self.loss = loss
         self.cuts = cuts
-
-
-class _Watch:
-    """Gradients of parameters, which tell whether anything has been added to them."""
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._parameters = [weakref.ref(parameter) for parameter in parameters]  # they may be replaced between steps
-
-    def state(self, leaves: Iterable[Tensor] = ()) -> list[tuple[int, int]]:
-        """The same twice, if nothing has been added to them, or to these leaves, meanwhile."""
-        watched: list[Tensor | None] = [*leaves, *(reference() for reference in self._parameters)]
-        gradients = [None if tensor is None else tensor.grad for tensor in watched]
-        return [(0, 0) if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
-
-
-class _SetAside:
-    """`.grad` of parameters, while the loss function runs."""
-
-    def __init__(self, modules: list[nn.Module]) -> None:
-        self._before = [(parameter, parameter.grad) for parameter in _parameters(modules)]
-        for parameter, _ in self._before:
-            parameter.grad = None
-
-    def add(self, weight: float) -> bool:
-        """Puts what there was back, with what has come weighted; returns whether anything has."""
-        found = False
-        for parameter, before in self._before:
-            new = parameter.grad
-            if new is None:
-                parameter.grad = before
-                continue
-            found = True
-            new = new if weight == 1.0 else new * weight
-            parameter.grad = new if before is None else before + new
-        return found
-
-    def take_back(self) -> None:
-        """Puts what there was back."""
-        for parameter, before in self._before:
-            parameter.grad = before
 
 
 class Losses:
@@ -161,7 +69,7 @@ class Losses:
         self._where = where
         self._weighs = weighs
         self._runs_backward: bool | None = None  # by itself; None: not known yet
-        self._watch = _Watch([])
+        self._watch = GradientWatch([])
         self._of_losses: dict[int, Tensor] = {}  # parameters that the first step's losses depend on by themselves
         self._has_leaves = False
         self._pending: dict[int, _Pending] = {}
@@ -179,11 +87,12 @@ class Losses:
         # A backward through the output adds to what leads there; the input's leaves show that, else a parameter does.
         # One that does not go through the output adds to what the loss depends on by itself, or to what is unused yet.
         watched = self._of_losses
-        used = [parameter for parameter in _parameters(self._modules) if parameter.grad is not None]
-        watched |= {id(parameter): parameter for parameter in _parameters(self._modules) if parameter.grad is None}
+        parameters = trained_parameters(self._modules)
+        used = [parameter for parameter in parameters if parameter.grad is not None]
+        watched |= {id(parameter): parameter for parameter in parameters if parameter.grad is None}
         if not self._has_leaves:
             watched |= {id(parameter): parameter for parameter in (*used[:1], *used[-1:])}
-        self._watch = _Watch(watched.values())
+        self._watch = GradientWatch(watched.values())
         self._of_losses = {}
 
     def compute(
@@ -222,9 +131,9 @@ class Losses:
             self._pending[microbatch] = _Pending(loss, [])
             return loss.detach()
         self._has_leaves = self._has_leaves or bool(leaves)
-        cuts: list[_Cut] = []
-        output = _cut(output, cuts)
-        aside = _SetAside(self._modules)
+        cuts: list[Cut] = []
+        output = cut_output(output, cuts)
+        aside = GradientsSetAside(self._modules)
         try:
             loss = self._checked(self._call_on_cut(output, target, options))
             taken = [cut.take(has_graph=loss.requires_grad) for cut in cuts]
@@ -332,8 +241,8 @@ class Losses:
         if self._runs_backward is not None:
             run_backward([loss], [first])
             return
-        parameters = _parameters(self._modules)
-        watch = _Watch(parameters)
+        parameters = trained_parameters(self._modules)
+        watch = GradientWatch(parameters)
         before = watch.state()
         run_backward([loss], [first])
         for parameter, was, now in zip(parameters, before, watch.state(), strict=True):
@@ -369,21 +278,6 @@ def _leaves_behind(tensor: Tensor) -> Iterator[Tensor]:
         if hasattr(node, "variable"):
             yield node.variable
         nodes += (following for following, _ in node.next_functions)
-
-
-def _cut(output: Any, cuts: list[_Cut]) -> Any:
-    """The output with a cut in each tensor that requires a gradient; the same tensor twice is one cut."""
-    made: dict[int, _Cut] = {}
-
-    def cut(tensor: Tensor) -> Tensor:
-        if not tensor.requires_grad:
-            return tensor
-        if id(tensor) not in made:
-            made[id(tensor)] = _Cut(tensor)
-            cuts.append(made[id(tensor)])
-        return made[id(tensor)].inside  # type: ignore[return-value]
-
-    return map_tensors(output, cut)
 
 
 def _tell_what_is_not_weighted(where: str) -> None:

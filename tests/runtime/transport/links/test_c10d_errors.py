@@ -9,7 +9,7 @@ import pytest
 
 from pypipe import _core
 from pypipe.errors import PipelineError
-from pypipe.runtime.transport.links import c10d
+from pypipe.runtime.transport.links.c10d_transfers import Completion, as_pipeline_error
 
 
 class _Hub:
@@ -36,7 +36,7 @@ def _route(hub: _Hub) -> Any:
 
 
 def _failed(hub: _Hub) -> Any:
-    completion = c10d._Completion()
+    completion = Completion()
     completion.fail(RuntimeError("connection reset"))
     completion.done.set()
     return completion
@@ -46,13 +46,13 @@ def test_the_hubs_word_comes_before_the_backends_also_when_it_comes_later() -> N
     hub = _Hub(learns=True)
     with pytest.raises(_core.CoreError, match="rank 1 is gone"):
         _failed(hub).wait(_route(hub), "sending to")
-    with pytest.raises(_core.CoreError, match="rank 1 is gone"), c10d._as_pipeline_error("sending to", _route(hub)):
+    with pytest.raises(_core.CoreError, match="rank 1 is gone"), as_pipeline_error("sending to", _route(hub)):
         raise RuntimeError("connection reset")
 
 
 def test_a_send_that_fails_in_the_background_does_not_abort_over_a_death_that_the_hub_learns_of() -> None:
     hub = _Hub(learns=True)
-    completion = c10d._Completion()
+    completion = Completion()
     completion.route = _route(hub)
     completion.fail(RuntimeError("connection reset"))
     assert hub.aborts == []
