@@ -10,7 +10,9 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from typing import TypeVar
 
 import click
 from rich.console import Console
@@ -20,6 +22,8 @@ from rich.text import Text
 from pypipe.commands.conventions import json_option, rendered
 
 __all__ = ["Library", "Report", "command", "inspect"]
+
+_Opened = TypeVar("_Opened")
 
 _WIDTH_OF_A_FILE = 1000  # so that paths are in one piece
 _COMMUNICATOR_TIMEOUT = 60.0  # seconds; a first communicator takes a few
@@ -44,6 +48,10 @@ class Library:
     version: str | None = None
     problem: str | None = None  # why it can't be used
     broken: bool = False  # it is there, or was asked for, and can't be used
+
+    def fail(self, problem: object, *, broken: bool = True) -> None:
+        """Notes why it can't be used."""
+        self.problem, self.broken = str(problem), broken
 
 
 @dataclass
@@ -126,7 +134,7 @@ def _inspect_core(report: Report) -> None:
     try:
         core = importlib.import_module("pypipe._core")
     except ImportError as error:
-        report.core.problem, report.core.broken = str(error), True
+        report.core.fail(error)
         return
     report.core.path, report.core.version = core.__file__, core.__version__
 
@@ -135,7 +143,7 @@ def _inspect_torch(report: Report) -> None:
     try:
         torch = importlib.import_module("torch")
     except (ImportError, OSError) as error:
-        report.torch.problem, report.torch.broken = str(error), True
+        report.torch.fail(error)
         return
     report.torch.path, report.torch.version = os.path.dirname(torch.__file__ or ""), str(torch.__version__)
     report.torch_cuda = torch.version.cuda
@@ -155,17 +163,11 @@ def _inspect_torch(report: Report) -> None:
 
 def _inspect_cuda(report: Report) -> None:
     from pypipe._core import CoreError
-    from pypipe.runtime import environment
     from pypipe.runtime.libraries import find_cuda
 
     cuda = report.cuda
-    try:
-        library, reason = find_cuda()
-    except CoreError as error:
-        cuda.problem, cuda.broken = str(error), True
-        return
+    library = _open(cuda, find_cuda, "PYPIPE_CUDA_LIBRARY")
     if library is None:
-        cuda.problem, cuda.broken = reason, bool(environment.read("PYPIPE_CUDA_LIBRARY"))
         return
     cuda.path = library.path
     try:
@@ -173,23 +175,17 @@ def _inspect_cuda(report: Report) -> None:
         report.gpus = library.device_names()
     except CoreError as error:
         # No GPU to see is an ordinary answer; any other says that there may be one.
-        cuda.problem, cuda.broken = str(error), not any(code in str(error) for code in (_NO_DEVICE, _STUB))
+        cuda.fail(error, broken=not any(code in str(error) for code in (_NO_DEVICE, _STUB)))
 
 
 def _inspect_nccl(report: Report) -> None:
     from pypipe._core import CoreError, WaitPolicy
     from pypipe.errors import ConfigurationError
-    from pypipe.runtime import environment
     from pypipe.runtime.libraries import find_nccl, gpu
 
     nccl = report.nccl
-    try:
-        library, reason = find_nccl()
-    except CoreError as error:
-        nccl.problem, nccl.broken = str(error), True
-        return
+    library = _open(nccl, find_nccl, "PYPIPE_NCCL_LIBRARY")
     if library is None:
-        nccl.problem, nccl.broken = reason, bool(environment.read("PYPIPE_NCCL_LIBRARY"))
         return
     nccl.path, nccl.version = library.path, _nccl_version(library.version)
     if not report.gpus:
@@ -199,7 +195,22 @@ def _inspect_nccl(report: Report) -> None:
         report.communicator = "works"
     except (CoreError, ConfigurationError) as error:
         report.communicator = str(error)
-        nccl.problem, nccl.broken = str(error), True
+        nccl.fail(error)
+
+
+def _open(found: Library, find: Callable[[], tuple[_Opened | None, str]], variable: str) -> _Opened | None:
+    """The library, or None after noting why there is none: broken, or not found although the variable names a file."""
+    from pypipe._core import CoreError
+    from pypipe.runtime import environment
+
+    try:
+        library, reason = find()
+    except CoreError as error:
+        found.fail(error)
+        return None
+    if library is None:
+        found.fail(reason, broken=bool(environment.read(variable)))
+    return library
 
 
 def inspect_environment() -> dict[str, dict[str, str | None]]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pypipe.errors import ConfigurationError
-from pypipe.program.builders.registry import build_all, register, require_numbers
+from pypipe.program.builders.registry import build_all, register
 from pypipe.program.errors import ProgramError
 from pypipe.program.programs import Program
 from pypipe.program.search.candidates import N_ACTIONS, Candidate, Stages, candidates, choose
@@ -98,7 +98,6 @@ def auto(
 def _shapes(
     n_ranks: int, n_microbatches: int, stages_per_rank: int, placement: Sequence[int] | None
 ) -> tuple[Program, ...]:
-    require_numbers(n_ranks, n_microbatches, stages_per_rank)
     looped = tuple(range(n_ranks)) * stages_per_rank
     if placement is not None:
         placements = [tuple(placement)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pypipe.errors import ConfigurationError
 from pypipe.program.actions import Action
 from pypipe.program.builders.lists import PhaseList, keep_microbatches
-from pypipe.program.builders.registry import register, require_numbers
+from pypipe.program.builders.registry import register
 from pypipe.program.builders.v_shaped import v_placement
 from pypipe.program.programs import Chain, Program
 
@@ -26,7 +26,6 @@ def dualpipe(n_ranks: int, n_microbatches: int) -> Program:
     Raises:
         ConfigurationError: P or M is below 1, or P is odd.
     """
-    require_numbers(n_ranks, n_microbatches)
     if n_ranks % 2:
         raise ConfigurationError(
             f"dualpipe needs an even number of ranks, not {n_ranks}: its two directions meet between two ranks; "
@@ -68,7 +67,6 @@ def dualpipev(n_ranks: int, n_microbatches: int) -> Program:
     Raises:
         ConfigurationError: P or M is below 1.
     """
-    require_numbers(n_ranks, n_microbatches)
     n_built = max(n_microbatches, 2 * n_ranks)
     lists = []
     for rank in range(n_ranks):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from pypipe.program.actions import Action, Kind
-from pypipe.program.builders.registry import register, require_numbers
+from pypipe.program.builders.registry import register
 from pypipe.program.builders.v_shaped import v_placement
 from pypipe.program.programs import Program
 
@@ -27,7 +27,6 @@ def v_half(n_ranks: int, n_microbatches: int) -> Program:
     Raises:
         ConfigurationError: P or M is below 1.
     """
-    require_numbers(n_ranks, n_microbatches)
     # Microbatches are a period apart, so offsets of one rank have to differ modulo the period.
     shift = 0 if n_ranks % 2 else 3
     offsets = [
@@ -51,7 +50,6 @@ def v_min(n_ranks: int, n_microbatches: int) -> Program:
     Raises:
         ConfigurationError: P or M is below 1.
     """
-    require_numbers(n_ranks, n_microbatches)
     shift = 0 if n_ranks % 3 else 2
     offsets = [
         (rank, 2 * n_ranks - rank - 1, 2 * n_ranks + shift + rank, 4 * n_ranks + shift - rank - 1)

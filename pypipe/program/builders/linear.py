@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pypipe.program.actions import Action, Kind
 from pypipe.program.builders.lists import alternate
-from pypipe.program.builders.registry import register, require_numbers
+from pypipe.program.builders.registry import register
 from pypipe.program.programs import Program
 
 
@@ -22,7 +22,6 @@ def naive(n_ranks: int, n_microbatches: int) -> Program:
     Raises:
         ConfigurationError: P or M is below 1.
     """
-    require_numbers(n_ranks, n_microbatches)
     return _alternating("naive", n_ranks, n_microbatches, [0] * n_ranks)
 
 
@@ -39,7 +38,6 @@ def gpipe(n_ranks: int, n_microbatches: int) -> Program:
     Raises:
         ConfigurationError: P or M is below 1.
     """
-    require_numbers(n_ranks, n_microbatches)
     microbatches = range(n_microbatches)
     return Program(
         name="gpipe",
@@ -70,7 +68,6 @@ def one_f_one_b(n_ranks: int, n_microbatches: int) -> Program:
     Raises:
         ConfigurationError: P or M is below 1.
     """
-    require_numbers(n_ranks, n_microbatches)
     return _alternating("1f1b", n_ranks, n_microbatches, [n_ranks - 1 - rank for rank in range(n_ranks)])
 
 

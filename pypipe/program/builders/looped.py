@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pypipe.program.actions import Action, Kind
 from pypipe.program.builders.lists import alternate, looped_orders
-from pypipe.program.builders.registry import register, require_numbers
+from pypipe.program.builders.registry import register
 from pypipe.program.programs import Program
 
 
@@ -23,7 +23,6 @@ def interleaved(n_ranks: int, n_microbatches: int, *, stages_per_rank: int = 2) 
     Raises:
         ConfigurationError: one of the numbers is below 1.
     """
-    require_numbers(n_ranks, n_microbatches, stages_per_rank)
     return _depth_first("interleaved", n_ranks, n_microbatches, stages_per_rank, hops=2 if stages_per_rank > 1 else 1)
 
 
@@ -42,7 +41,6 @@ def interleaved_zero_bubble(n_ranks: int, n_microbatches: int, *, stages_per_ran
     Raises:
         ConfigurationError: one of the numbers is below 1.
     """
-    require_numbers(n_ranks, n_microbatches, stages_per_rank)
     return _depth_first("interleaved_zb", n_ranks, n_microbatches, stages_per_rank, hops=1, is_split=True)
 
 
@@ -61,7 +59,6 @@ def looped_bfs(n_ranks: int, n_microbatches: int, *, stages_per_rank: int = 2) -
     Raises:
         ConfigurationError: one of the numbers is below 1.
     """
-    require_numbers(n_ranks, n_microbatches, stages_per_rank)
     microbatches = range(n_microbatches)
     lists = []
     for rank in range(n_ranks):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +21,8 @@ _builders: dict[str, Builder] = {}
 def register(name: str) -> Callable[[Builder], Builder]:
     """Make a builder known to `build` by a name; used as a decorator.
 
+    The builder is called with P and M, then its options, and gets numbers of 1 or more only.
+
     Args:
         name: the name, such as "gpipe".
 
@@ -30,8 +33,14 @@ def register(name: str) -> Callable[[Builder], Builder]:
     def decorate(builder: Builder) -> Builder:
         if name in _builders:
             raise ConfigurationError(f"the schedule name {name!r} is taken: register this builder under another one")
-        _builders[name] = builder
-        return builder
+
+        @functools.wraps(builder)
+        def checked(n_ranks: int, n_microbatches: int, *args: Any, **options: Any) -> Program:
+            require_numbers(n_ranks, n_microbatches, options.get(PER_RANK, 1))
+            return builder(n_ranks, n_microbatches, *args, **options)
+
+        _builders[name] = checked
+        return checked
 
     return decorate
 

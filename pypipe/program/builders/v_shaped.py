@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pypipe.program.actions import Action, Kind
 from pypipe.program.builders.lists import PhaseList, keep_microbatches
-from pypipe.program.builders.registry import register, require_numbers
+from pypipe.program.builders.registry import register
 from pypipe.program.programs import Program
 
 
@@ -22,7 +22,6 @@ def zbv(n_ranks: int, n_microbatches: int) -> Program:
     Raises:
         ConfigurationError: P or M is below 1.
     """
-    require_numbers(n_ranks, n_microbatches)
     lists = [_zbv_rank(rank, n_ranks, max(n_microbatches, 2 * n_ranks - 1)) for rank in range(n_ranks)]
     kept = tuple(keep_microbatches(actions, n_microbatches) for actions in lists)
     return Program("zbv", n_microbatches, v_placement(n_ranks), kept)

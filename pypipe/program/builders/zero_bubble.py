@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pypipe.program.builders.lists import alternate
-from pypipe.program.builders.registry import register, require_numbers
+from pypipe.program.builders.registry import register
 from pypipe.program.programs import Program
 
 
@@ -22,7 +22,6 @@ def zb_h1(n_ranks: int, n_microbatches: int) -> Program:
     Raises:
         ConfigurationError: P or M is below 1.
     """
-    require_numbers(n_ranks, n_microbatches)
     return _handcrafted("zb_h1", n_ranks, n_microbatches, 1)
 
 
@@ -41,7 +40,6 @@ def zb_h2(n_ranks: int, n_microbatches: int) -> Program:
     Raises:
         ConfigurationError: P or M is below 1.
     """
-    require_numbers(n_ranks, n_microbatches)
     return _handcrafted("zb_h2", n_ranks, n_microbatches, 2)
 
 
