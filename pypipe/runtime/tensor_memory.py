@@ -1,4 +1,4 @@
-"""Where a tensor's values lie, and copies of them; for tensors that wrap others, and for results on their way too."""
+"""Finds and copies the memory of tensors, including those that wrap others, and results that are still on their way."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Everything private of torch that pypipe uses, in one place: what a new release may take away.
+"""All of torch's private names that pypipe uses, in one place: a new release may remove them.
 
-Functions and classes are here, under names of pypipe's own, each with what would take its place. Private attributes of
-torch's objects stand where they are used; `ATTRIBUTES` lists them. tests/runtime/test_torch_private.py keeps both
-complete, and looks whether the installed torch has them. Tried with torch 2.6, the lower bound, and 2.13.
+Functions and classes are wrapped here, under names of pypipe's own, each with what replaces it where it is missing.
+Private attributes of torch's objects stand where they are used; `ATTRIBUTES` lists them. A test,
+tests/runtime/test_torch_private.py, checks that both are complete, and that the installed torch has them. Tried with
+torch 2.6, the lower bound, and 2.13.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Hooks that run when a parameter's gradient has been accumulated (Tensor.register_post_accumulate_grad_hook).
+"""Defers hooks of accumulated gradients (Tensor.register_post_accumulate_grad_hook) to the end of a step.
 
-Without a pipeline such a hook runs once a backward, with the batch's gradient: an optimizer step in the backward rests
-on that. Here a batch has M backwards, of which each adds a part. So hooks are set aside for the length of a step, and
-run once at its end, with the whole gradient.
+Without a pipeline such a hook runs once per backward, with the batch's whole gradient, and an optimizer that steps in
+the backward relies on that. Here a batch has M backwards, each of which adds a part. So the hooks are set aside for the
+length of a step, and run once at its end, with the whole gradient.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["DeferredHooks"]
 
 
 class DeferredHooks:
-    """Those of one stage."""
+    """The deferred hooks of one stage."""
 
     def __init__(self) -> None:
         self._set_aside: list[tuple[Tensor, dict[int, Any]]] = []
@@ -44,7 +44,7 @@ class DeferredHooks:
         """Gives the hooks back without running them. Idempotent."""
         set_aside, self._set_aside = self._set_aside, []
         for parameter, hooks in set_aside:
-            hooks.update(_get(parameter))  # those that came meanwhile
+            hooks.update(_get(parameter))  # registered meanwhile
             _set(parameter, hooks)
 
 

@@ -1,4 +1,4 @@
-"""Running autograd's engine, and what leads into its graph and out of it."""
+"""Runs autograd's engine, and makes what a graph begins with and what a backward starts from."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ def run_backward(
 
 
 def enter(tensor: Tensor) -> Tensor:
-    """The same memory, with a node and a version of its own and to autograd no view, as any intermediate result.
+    """Returns an intermediate result on the same memory: it has its own node and version, and is no view to autograd.
 
-    So a stage may change its input in place, though it is a leaf or a piece of a batch, and no other notices.
+    So a stage may change its input in place, even a leaf or a piece of a batch, and no other piece is affected.
     """
     inside: Tensor = unsafe_view(tensor, tensor.shape)
     return inside
 
 
 def gradient_edge(tensor: Tensor) -> GradientEdge:
-    """Where a tensor's gradient goes. Unlike the tensor, it keeps none of its memory; it does keep the graph below."""
+    """Returns the edge that a tensor's gradient takes. It keeps the graph alive, but none of the tensor's memory."""
     node = tensor.grad_fn
     if node is not None and not isinstance(node, FunctionBase):
-        return GradientEdge(node, tensor.output_nr)  # what torch's own function makes, in half its time
+        return GradientEdge(node, tensor.output_nr)  # as torch's own function does, in half the time
     if node is None:
         return get_gradient_edge(tensor)
-    # The Python half of a custom Function's node does not keep its other half; a node that leads to it does. Here, too,
-    # torch's own function takes twice the time.
+    # The Python object of a custom Function's node does not keep the C++ node alive; a node that leads to it does.
+    # Here, too, torch's own function takes twice the time.
     if torch.is_grad_enabled():
         owner = tensor.view_as(tensor).grad_fn
     else:

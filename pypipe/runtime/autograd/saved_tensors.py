@@ -1,4 +1,4 @@
-"""The tensors that nodes of an autograd graph save for their backward."""
+"""Looks at, and frees, the tensors that nodes of an autograd graph save for their backward."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def saves(kind: type) -> bool:
 def names_of_saved(node: Any, operation: str | None) -> tuple[str, ...]:
     """Under which names a node of this operation may have saved something, in this graph and others of its structure.
 
-    To look at one that is empty is not free.
+    Looking at an empty one costs time.
     """
     names = _names(type(node))
     if operation not in _FIXED or not (_sees_nothing and _sees_packing):
@@ -51,9 +51,9 @@ def _is_empty(saved: Any) -> bool:
 
 
 def packed(node: Any, names: tuple[str, ...]) -> Packed:
-    """Whether hooks packed what a node saved under these names.
+    """Tells whether hooks packed what a node saved under these names.
 
-    `MAYBE` if not by a checkpoint, or if this torch cannot tell.
+    `MAYBE` stands for hooks other than a checkpoint's, and for a torch that cannot tell.
     """
     if not _sees_packing:
         return Packed.MAYBE
@@ -81,25 +81,25 @@ _names_by_kind: dict[type, list[str]] = {}
 
 
 def drop_saved(node: Any, names: tuple[str, ...]) -> None:
-    """Frees what a node saved under these names. Others in the graph may keep the node itself.
+    """Frees what a node saved under these names, although other nodes may keep the node itself alive.
 
-    torch frees what is saved after a backward through the whole graph, or with the graph. But packing hooks may be
-    registered for what was saved, and pack it into nothing (here: a number).
+    By itself torch frees saved tensors after a backward through the whole graph, or with the graph. But it lets packing
+    hooks be registered for what was saved, and these may pack it into nothing (here: a number).
     """
     for name in names:
         for saved in _as_tuple(getattr(node, name)):
-            if _sees_nothing and saved.data is None:  # cheaper than the error
+            if _sees_nothing and saved.data is None:  # cheaper than catching the error
                 continue
             try:
                 saved.register_hooks(id, _forgotten)
-            except RuntimeError:  # there was nothing, or other hooks hold it
+            except RuntimeError:  # nothing was saved, or other hooks have packed it
                 continue
     if isinstance(node, BackwardCFunction):
         vars(node).clear()
 
 
 def drop_weights(node: Any, operation: str | None, wanted: set[int]) -> None:
-    """Frees a weight that a node saved for the gradients of edges (positions) that are not wanted any more.
+    """Frees a weight that a node saved for the gradients of edges (positions) that are no longer wanted.
 
     A weight that was computed (cast by autocast, say) is a copy, which lives as long as what saved it.
     """
@@ -123,7 +123,7 @@ _SAVED_FOR = {
 def without_weights(operation: str | None, names: tuple[str, ...], weights: set[int]) -> tuple[str, ...]:
     """The names under which a node may have saved something, but for the values of its weights.
 
-    Those live on anyhow, or are freed by drop_weights().
+    Weights stay alive anyway, or are freed by drop_weights().
 
     Args:
         weights: the edges (positions) that lead to weights.

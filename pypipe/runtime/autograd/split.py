@@ -1,13 +1,13 @@
 """The input half (I) and the weight half (W) of one microbatch's backward.
 
-I is one run of autograd's engine that ends at the stage's inputs: it executes the nodes that lead there, each of which
-computes the gradients of those edges alone, and no weight's. The gradients that arrive at nodes with weights are
+I is one run of autograd's engine that ends at the stage's inputs. It executes the nodes that lead there, and each of
+them computes only the gradients that go that way, none of a weight. The gradients that arrive at nodes with weights are
 kept. W calls these nodes again, for their other edges, and lets the engine carry the results into the weights' `.grad`,
-as in any backward. So every gradient is computed once, hooks run once, and what W needs is what autograd saved anyway.
+as in any backward. So every gradient is computed once, hooks run once, and W needs only what autograd saved anyway.
 
-torch.distributed.pipelining's `_backward.py` starts engine runs at the nodes instead: there hooks run twice, a weight
-that is used twice has the chain between its uses run again, `.grad` is set past DDP's hooks, and all that the graph
-saved stays till W. Here a node is called inside a run whose only purpose is to tell it which of its edges count
+torch.distributed.pipelining's `_backward.py` starts engine runs at the nodes instead. There hooks run twice, the chain
+between two uses of one weight runs again, `.grad` is set behind the back of DDP's hooks, and everything that the graph
+saved stays until W. Here a node is called inside a run whose only purpose is to tell it which of its edges are wanted
 (`_WeightCaller`), and what the chain saved is dropped at the end of I.
 """
 
@@ -34,7 +34,7 @@ __all__ = ["SplitBackward", "WeightWork"]
 
 # W hands this many bytes of weight gradients to autograd at once: few runs, and little memory on top of `.grad`.
 _BATCH_BYTES = 32 << 20
-# Beyond so many elements, a gradient is summed up to its weight's shape before the others are there.
+# A gradient of more elements than this is summed up to its weight's shape at once, before the others are computed.
 _LARGE = 1 << 10
 
 _Gradients = tuple[Tensor | None, ...]
@@ -61,8 +61,8 @@ class _Group:
 class WeightWork:
     """W of one microbatch.
 
-    It holds references to the gradients and activations that it needs, which may lie in the slots that the stage
-    received: these can be given back after `run()`.
+    It refers to the gradients and activations that it needs. They may lie in slots that the stage has received, which
+    can be given back after `run()`.
 
     Attributes:
         early: whether I has added some weights' gradients already.
@@ -81,7 +81,7 @@ class WeightWork:
             while groups and batch.nbytes + groups[-1].nbytes <= _BATCH_BYTES:
                 batch.add(groups.pop())
             roots, gradients, calls = batch.roots, batch.gradients, batch.calls
-            owners = [node for node, _, _, _ in calls]  # in Python, nothing else keeps a custom Function's node
+            owners = [node for node, _, _, _ in calls]  # else a custom Function's node is not kept in Python
             del batch
             if calls:
                 self._caller.run(calls, roots, gradients)
@@ -94,7 +94,7 @@ class SplitBackward:
     """Splits a stage's backwards.
 
     Args:
-        where: how messages call the stage.
+        where: the stage's name in error messages.
 
     Attributes:
         adds: whether the last begin() added, or would have added, to weights' `.grad`.
@@ -112,7 +112,7 @@ class SplitBackward:
     def begin(
         self, roots: list[Any], gradients: list[Tensor], inputs: Iterable[Tensor], *, gathering: bool = True
     ) -> WeightWork | None:
-        """I: adds the gradients of `inputs` to their `.grad`. What it returns is W; None if nothing is left to do.
+        """I: adds the gradients of `inputs` to their `.grad`; returns W, or None if nothing is left to do.
 
         Where (some) weights cannot be left to W, their gradients are computed and added here; a warning says so, once.
 
@@ -155,8 +155,8 @@ class SplitBackward:
             except RuntimeError as error:
                 if trusted or before.changed():
                     raise
-                # A Function may refuse to run for a part of a graph, or a graph that is kept. All of the graph is still
-                # there; if the error has another cause, it comes again.
+                # A Function may refuse to run for part of a graph, or for a graph that is kept. The whole graph is
+                # still there, so a full backward can run; an error with another cause is raised again there.
                 self.adds = True
                 run_backward(roots, gradients)
                 self._unsplittable = f"a Function refused: {str(error).partition(chr(10))[0]}"
@@ -192,7 +192,7 @@ class SplitBackward:
         A node with weights is given by its number among the plan's.
         """
         captured: dict[int, _Gradients] = {}  # in the order of execution
-        capture = captured.__setitem__  # called for every microbatch and node: no Python frame
+        capture = captured.__setitem__  # called for every microbatch and node, so without a Python frame
         handles = [nodes[each.node].register_prehook(partial(capture, i)) for i, each in enumerate(plan.weight_nodes)]
         made: set[int] = set()
         if plan.packed:
@@ -240,7 +240,7 @@ class _Accumulated:
         self._before = [(leaf, leaf.grad, 0 if leaf.grad is None else leaf.grad._version) for leaf in leaves]
 
     def changed(self) -> bool:
-        """Whether the backward has reached any of them."""
+        """Tells whether the backward has reached any of them."""
         return any(
             leaf.grad is not grad or (grad is not None and grad._version != version)
             for leaf, grad, version in self._before
@@ -263,8 +263,8 @@ class _Accumulated:
 class _WeightCaller:
     """Calls nodes for the gradients of their weight edges alone.
 
-    A node asks the engine's current run which of its edges are wanted. So this is a run that ends at the weight edges,
-    and in which nothing executes but a hook, which calls the nodes.
+    A node asks the engine's current run which of its edges are wanted. So this starts a run that ends at the weight
+    edges, and executes nothing but a hook, which calls the nodes.
     """
 
     def __init__(self) -> None:
@@ -298,7 +298,7 @@ def _call(pending: list[tuple[list[_Call], list[GradientEdge], list[Tensor]]], _
             gradient = results[position]
             if gradient is None:
                 continue
-            # The engine would do so as well, but after all of them are there.
+            # The engine would do so too, but only when all of them have been computed.
             if not exact and gradient.numel() > _LARGE:
                 shape = _expected_shape(edge)
                 if gradient.shape != shape:

@@ -1,4 +1,4 @@
-"""The shape of an autograd graph, as a key: graphs of one structure are divided in the same way."""
+"""Describes an autograd graph's structure by a key: graphs with equal keys are split in the same way."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Which part of an autograd graph is the input half of a backward (I), and which is its weight half (W).
+"""Divides an autograd graph into the input half of a backward (I) and its weight half (W).
 
-A graph's *chain* is what leads to the stage's inputs. I runs the chain, W what hangs off it: a chain node's edge to a
-node outside the chain is a weight edge, and everything behind it leads to weights alone. In a stage whose inputs need
-no gradient (the first), the chain is what depends on data, so that there, too, I walks down the stage and W does
-weights.
+A graph's *chain* is all nodes that lead to the stage's inputs. I runs the chain, W everything that branches off it: a
+chain node's edge to a node outside the chain is a weight edge, and behind it there are only weights. In a stage whose
+inputs need no gradient (the first), the chain is what depends on data, so that there, too, I runs through the stage and
+W computes the weights' gradients.
 
-Most nodes compute the gradient of each edge apart. Those that don't (a custom autograd.Function, a fused kernel, a node
-whose saved tensors are recomputed or unpacked) must do both halves at once: the weights behind them, and those that
-share a node with these, are *early*: their gradients are computed and accumulated in I.
+Most nodes can compute the gradient of each edge separately. Those that can't (a custom autograd.Function, a fused
+kernel, a node whose saved tensors are recomputed or unpacked) must do both halves at once. The weights behind them, and
+those that share a node with these, are *early*: their gradients are computed and accumulated in I.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class WeightNode:
         edges: its weight edges.
         made: whether a weight behind it was computed.
         operation: which of torch's operations it is, or None.
-        saved: under which names it may have saved something that W shall free.
+        saved: under which names it may have saved something that W is to free.
     """
 
     node: int
@@ -55,7 +55,7 @@ class SplitPlan:
         packings, kept_shapes: what else of a graph the plan depends on: for some nodes, what hooks did to what they
             saved; for others, whether they keep a shape.
         reasons: why some weights are early; empty where none is.
-        whole: whether nothing can be left to W, so that a full backward it must be.
+        whole: whether nothing can be left to W, so that the backward runs in one piece.
         ends: nodes at which I's run ends: the inputs, the early weights, and the chain's last nodes.
         early: the leaves whose gradients are accumulated in I.
         weight_nodes: the chain's nodes that have work in W.
@@ -80,7 +80,7 @@ class SplitPlan:
     packed: bool
 
     def fits(self, nodes: list[Node]) -> bool:
-        """Whether it holds for a graph of the same structure."""
+        """Tells whether the plan holds for a graph of the same structure."""
         for node, names, packing in self.packings:
             if packed(nodes[node], names) is not packing:
                 return False
@@ -88,7 +88,7 @@ class SplitPlan:
 
 
 class SplitPlans:
-    """The plans of a stage: microbatch after microbatch makes graphs of one structure, or of few."""
+    """The plans of a stage, whose microbatches make graphs of one structure, or of a few."""
 
     _most = 64
 
@@ -97,7 +97,7 @@ class SplitPlans:
         self._count = 0
 
     def of(self, graph: Graph) -> SplitPlan:
-        """How to divide the graph."""
+        """Returns the graph's plan, a known one where that fits."""
         known = self._plans.get(graph.key, ())
         for plan in known:
             if plan.fits(graph.nodes):
@@ -260,7 +260,7 @@ class _Groups:
 
 
 def _is_leaf(node: int, kinds: list[NodeKind], edges: list[list[Edge]]) -> bool:
-    """Whether what comes from a node has the memory of a leaf."""
+    """Tells whether a node's output lies in the memory of a leaf."""
     while kinds[node].operation in VIEWS:
         node = edges[node][0][0]
     return kinds[node].leaf

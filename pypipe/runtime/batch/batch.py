@@ -42,7 +42,7 @@ class ChunkSpecs:
         object.__setattr__(self, "others", other_dimensions(self.args, self.kwargs))
 
     def describe(self) -> str:
-        """Those that are given, as the schedule's arguments are."""
+        """Lists the specs that were given, as arguments of the schedule."""
         given = {
             "args_chunk_spec": self.args,
             "kwargs_chunk_spec": self.kwargs,
@@ -63,8 +63,8 @@ class Share(NamedTuple):
 class _Entrance:
     """A batch tensor that has a graph behind it, made a leaf for the length of a step.
 
-    Each microbatch runs backward by itself; a graph that they share may be walked only once. So gradients gather at
-    the leaf, and the rest of the graph is walked at the end of the step.
+    Each microbatch runs its own backward, but a graph that they share can be walked only once. So gradients gather at
+    the leaf, and the graph behind it is walked at the end of the step.
     """
 
     __slots__ = ("leaf", "tensor")
@@ -79,7 +79,7 @@ class Batch:
 
     Args:
         args, kwargs: the stage's arguments; `args` are ignored unless this is the first stage.
-        target: for the loss, or None.
+        target: what the loss function gets, or None.
         specs: how to cut them.
         n_microbatches: M.
         first: whether this rank holds the first stage, whose arguments tell the batch's length.
@@ -194,7 +194,7 @@ class Batch:
 
     @property
     def leaves(self) -> list[Tensor]:
-        """Where gradients of the batch itself gather."""
+        """Returns the leaves at which gradients of the batch itself gather."""
         return [entrance.leaf for entrance in self._entrances]
 
     def finish(self) -> None:

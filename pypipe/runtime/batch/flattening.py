@@ -1,4 +1,4 @@
-"""From a tree of values and their chunk specs to its leaves, and back to a tree like it of their pieces."""
+"""Flattens a tree of values and chunk specs to its leaves, and rebuilds trees like it of their pieces."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Rebuild = Callable[[list[Any]], Any]
 
 
 def flatten(tree: Any, spec: Any, name: str) -> tuple[list[Leaf], Rebuild]:
-    """The leaves of a tree, and what makes a tree like it of their pieces.
+    """Returns a tree's leaves, and a function that makes a tree like it of their pieces.
 
     Args:
         tree: of any nesting.
         spec: chunk specs of the same nesting, or a prefix of it, or None.
-        name: how messages call the tree.
+        name: the tree's name in error messages.
 
     Raises:
         InputError: a spec does not fit, or an object holds tensors and cannot be cut.
     """
-    # The first forward waits for this: what most batches are, a tensor or a tuple of tensors, is seen at once.
+    # The first forward waits for this, so what most batches are, a tensor or a tuple of tensors, has a short cut.
     root: Path = (name,)
     if tree is None:
         return [Leaf(None, root)], _only

@@ -1,7 +1,7 @@
-"""Putting the microbatches' outputs together again.
+"""Joins the microbatches' outputs.
 
-Tensors are joined. What is no tensor is returned where it is the same in all microbatches: how it would be for the
-whole batch cannot be told else.
+Tensors are joined. Any other value is returned if it is the same in all microbatches: else there is no telling what it
+would be for the whole batch.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def require_alike(first: Any, output: Any, microbatch: int, spec: Any) -> None:
 
 def _require_alike(first: Any, output: Any, microbatch: int, spec: Any, path: Path) -> None:
     if isinstance(first, Tensor) or hasattr(spec, "reduce_fn") or is_replicate(spec):
-        return  # of whatever else is wrong, merge() tells
+        return  # merge() reports whatever else is wrong
     node = open_node(first)
     if node is None or (not node.plain and not has_tensors(first) and not has_tensors(output)):
         if not isinstance(output, Tensor):
@@ -204,7 +204,7 @@ def _require_same(first: Any, value: Any, microbatch: int, path: Path) -> None:
 def _is_same(one: Any, other: Any) -> bool:
     if one is other:
         return True
-    if type(one) is not type(other) or is_array(one):  # an array has rows, which may be equal by accident
+    if type(one) is not type(other) or is_array(one):  # an array's rows may be equal by accident
         return False
     try:
         return bool(one == other) or (bool(one != one) and bool(other != other))  # NaN is the same as NaN

@@ -33,7 +33,7 @@ class Origin:
     """Which argument of step() a tree is, and what is known of all batches' trees.
 
     Args:
-        name: how messages call the tree.
+        name: the tree's name in error messages.
         names: what its items are called, where they have names: the first stage's positional arguments.
         harmless: paths of tensors that are called as offsets are and were found to hold none. Values are read once.
     """
@@ -70,7 +70,7 @@ class Cuttable:
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """The tree's name in error messages."""
         return self._origin.name
 
     def replace(self, function: Callable[[Tensor], Tensor]) -> None:
@@ -96,8 +96,8 @@ class Cuttable:
     def _reference(self, leaves: Iterable[Leaf], n_microbatches: int) -> Leaf | None:
         """The leaf whose length is the batch's; None where none is cut.
 
-        It is the first that is no odd one: what has a spec of its own along dimension 0 was given it for its length,
-        and what has just M rows, by a spec of its own, has one for each microbatch.
+        It is the first ordinary one. A leaf with a spec of its own along dimension 0 was given that for its length, and
+        one that has just M rows, by a spec of its own, has one for each microbatch.
         """
         cut = [leaf for leaf in leaves if leaf.dim is not None]
         likely = [leaf for leaf in cut if not (leaf.own and leaf.rows == n_microbatches)]

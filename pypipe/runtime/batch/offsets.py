@@ -1,4 +1,4 @@
-"""Cumulative offsets of packed sequences (cu_seqlens and their like), which no cut of a batch leaves right."""
+"""Recognizes cumulative offsets of packed sequences (cu_seqlens and the like), which are wrong once they are cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looks for tensors within objects that cannot be cut: one that holds a part of the batch must not go whole to all."""
+"""Looks for tensors in objects that cannot be cut: part of a batch must not go whole to every microbatch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pypipe.runtime.batch.structure import attributes
 
 __all__ = ["tensor_within"]
 
-# What these hold is the model's or the machine's, and no part of a batch.
+# What these hold belongs to the model or the machine, not to a batch.
 _NO_BATCH: tuple[type, ...] = (torch.nn.Module, torch.optim.Optimizer, type, types.ModuleType, enum.Enum)
 _SCALARS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Size)
 

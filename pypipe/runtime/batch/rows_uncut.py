@@ -1,4 +1,4 @@
-"""Looks for rows of the batch in what is not a tensor: that goes whole to every microbatch, and would be wrong."""
+"""Looks for rows of the batch in values that are not tensors: they would go whole, and wrong, to every microbatch."""
 
 from __future__ import annotations
 

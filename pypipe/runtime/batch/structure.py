@@ -1,4 +1,4 @@
-"""What a tree of values is made of: containers, one level at a time, and how to build one like it of other values.
+"""Opens containers, one level of a tree at a time, and rebuilds them with other values.
 
 Containers are tuples, lists, dicts, sets and what is derived from them, NamedTuples, dataclasses, and every class that
 torch's pytree knows. Nothing is registered with pytree: that would change what other libraries see.
@@ -126,7 +126,7 @@ def attributes(value: Any) -> dict[str, Any]:
 
 
 class CannotRebuild(InputError):
-    """A container of a class of its own cannot be made again of other values."""
+    """A container of a class of its own cannot be rebuilt with other values."""
 
     def __init__(self, kind: type, reason: str) -> None:
         super().__init__(

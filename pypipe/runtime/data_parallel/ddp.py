@@ -1,12 +1,12 @@
 """DistributedDataParallel, and replicate(), in a stage.
 
-Its reducer counts hooks of parameters: armed by a forward, it reduces a bucket when each parameter of it has had its
-hook called once. Here it is not armed while microbatches run. At REDUCE_GRAD it is, and its hooks are called by hand,
-inside an engine run that does nothing else, since the reducer ends its work in a callback of the engine. So hooks of
-the user's run no second time, and a parameter counts as used if it has a gradient, be it from any microbatch.
+DDP's reducer counts calls of its parameter hooks: armed by a forward, it reduces a bucket once the hook of each of the
+bucket's parameters has been called. Here it is not armed while microbatches run. At REDUCE_GRAD it is, and its hooks
+are called by hand, inside an engine run that does nothing else, since the reducer finishes in a callback of the engine.
+So hooks of the user's do not run twice, and a parameter counts as used if any microbatch has given it a gradient.
 
-Gradients of earlier steps that are in `.grad` already are averaged once more, which changes nothing where they were
-reduced: they are the same on all replicas.
+Gradients of earlier steps that are still in `.grad` are averaged again. If they were reduced, that changes nothing:
+they are the same on all replicas.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Replicated:
         self._first_static = False
         self._used: list[int] | None = None  # with static_graph, what the first step used
         self._static_calls: dict[int, int] = {}  # and how often the reducer expects each one's hook
-        self._took_part = False  # in this step's reduction, which may have failed all the same
+        self._took_part = False  # in this step's reduction, even if that has failed
         self._is_reduced = False
         self._reductions: Reductions | None = None
 
@@ -217,8 +217,8 @@ class Replicated:
     def _call_static(self, reducer: Any, index: int) -> None:
         """Calls a hook as often as a static graph's reducer expects it.
 
-        That is as often as the first step has called it, where some releases count hooks of microbatches, for which the
-        reducer was not armed, and others do not. It refuses one call too many, which tells.
+        It expects what it counted in the first step. There some releases of torch also count the hooks of microbatches,
+        for which the reducer was not armed, and others do not. It refuses one call too many: that shows which it is.
         """
         count = self._static_calls.get(index)
         if count is not None:

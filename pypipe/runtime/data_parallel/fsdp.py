@@ -1,9 +1,9 @@
 """fully_shard (FSDP2) in a stage: gathered once and reduced once a step.
 
-Its parameter groups gather before each forward and backward, and reduce in a callback at the end of an engine run. Here
-they keep what is gathered between microbatches, and add up gradients unsharded. At REDUCE_GRAD their callback runs once
-more, with the user's settings: it reduces all that has been added up, also what the weights' half of a backward has
-added after the engine run of the other half had ended.
+FSDP's parameter groups gather before each forward and backward, and reduce in a callback at the end of an engine run.
+Here they stay gathered between microbatches, and add up unsharded gradients. At REDUCE_GRAD their callback runs once
+more, with the user's settings. It reduces everything that has been added up, including what the weights' half of a
+backward has added after the other half's engine run had ended.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Sharded:
         self._is_last_backward = True
         self._training = False
         self._is_gathered = False
-        self._took_part = False  # in this step's reduction, which may have failed all the same
+        self._took_part = False  # in this step's reduction, even if that has failed
         self._is_reduced = False
         self._reductions: Reductions | None = None
 

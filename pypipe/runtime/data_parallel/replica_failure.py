@@ -1,8 +1,8 @@
-"""How the replicas of a stage hear of one whose pipeline has failed.
+"""Tells the replicas of a stage that one replica's pipeline has failed.
 
-Each of them waits in its next reduction for all others. So a rank whose step has failed takes part in those that are
-left of the step, with NaN for its gradients: no replica waits in vain, and the next step's reductions meet each other.
-Before that it writes into the store why. A replica that finds NaN in what was reduced looks there, and raises.
+Each replica waits in its next reduction for all the others. So a rank whose step has failed takes part in the step's
+remaining reductions, with NaN for its gradients: no replica waits in vain, and the next step's reductions match. Before
+that it writes the reason into the store. A replica that finds NaN in a reduced gradient looks there, and raises.
 """
 
 from __future__ import annotations

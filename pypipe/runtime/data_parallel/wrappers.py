@@ -1,9 +1,9 @@
 """What wraps a stage's parameters for data parallelism, and when in a step it acts.
 
-DistributedDataParallel and fully_shard expect one forward and one backward a step: they gather parameters before the
-one, and reduce gradients in the other. A stage has M of each, in whatever order its program lists them, and its
-backward may come in halves. So they are told to do nothing by themselves for the length of a step, and are called where
-the program has UNSHARD, REDUCE_GRAD and RESHARD: each once a stage and step, with the gradients of all microbatches.
+DistributedDataParallel and fully_shard expect one forward and one backward per step: they gather parameters before the
+one, and reduce gradients in the other. A stage has M of each, in whatever order its program lists them, and a backward
+may come in two halves. So wrappers are told to do nothing of their own accord during a step, and are called where the
+program has UNSHARD, REDUCE_GRAD and RESHARD: each once per stage and step, for the gradients of all microbatches.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Wrapper(Protocol):
         """RESHARD: frees the gathered parameters."""
 
     def end(self) -> None:
-        """Ends a step, be it complete or not: the wrapper is again as the user had set it. Idempotent."""
+        """Ends a step, complete or not, and restores the user's settings of the wrapper. Idempotent."""
 
     def forward_failed(self) -> None:
         """In place of a forward, after abandon(): takes part in what the replicas do together there."""
@@ -78,7 +78,7 @@ class Wrapper(Protocol):
 def find_wrappers(module: nn.Module) -> list[Wrapper]:
     """The wrappers in a stage's module, in the order of `module.modules()`: the same on all replicas."""
     found: list[Wrapper] = []
-    # A module can be one of theirs only where theirs has been imported; to import them takes a while.
+    # A module can be wrapped only if the wrapper's module has been imported, and importing it takes a while.
     has_fsdp = "torch.distributed.fsdp" in sys.modules
     has_replicate = "torch.distributed._composable.replicate" in sys.modules
     below: set[nn.Module] = set()

@@ -1,1 +1,1 @@
-"""What is said when something fails, and what is recorded and measured."""
+"""Error messages, checks, records and traces."""

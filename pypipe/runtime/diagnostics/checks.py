@@ -1,4 +1,4 @@
-"""Checks that cost time, for when numbers are wrong: `check="nan"` and `check="checksum"` of a schedule."""
+"""Checks for runs whose numbers are wrong, which cost time: `check="nan"` and `check="checksum"` of a schedule."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHECKS = ("nan", "checksum")
 
 
 def wanted(check: str | Iterable[str] | None) -> frozenset[str]:
-    """The checks that are asked for. Raises ValueError for one that there is not."""
+    """Returns the checks that are asked for. Raises ValueError for an unknown one."""
     names = frozenset() if check is None else frozenset([check] if isinstance(check, str) else check)
     unknown = sorted(str(name) for name in names - set(CHECKS))
     if unknown:

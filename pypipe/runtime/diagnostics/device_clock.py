@@ -1,4 +1,4 @@
-"""An accelerator's own clock: when the work of actions runs there, which is later than when it is issued."""
+"""Times actions on an accelerator's own clock: their work runs there later than it is issued."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a failure on one rank to an error on every rank.
+"""Turns a failure on one rank into an error on every rank.
 
 The rank where something goes wrong first hands a *cause* (the core's `Cause`) to its hub, which tells the neighbours,
 which tell theirs. Every other rank turns the cause into an exception of its own.
@@ -81,7 +81,7 @@ def is_inside_pypipe(error: BaseException) -> bool:
 
 
 def _without_own_frames(error: BaseException) -> TracebackType | None:
-    """The traceback from where this package called a stage, a loss or a hook: how it came there says nothing."""
+    """Returns the traceback from where this package called a stage, a loss or a hook; what lies above is of no use."""
     frames = error.__traceback__
     while frames is not None and Path(frames.tb_frame.f_code.co_filename).is_relative_to(_PACKAGE):
         frames = frames.tb_next
@@ -131,7 +131,7 @@ def report(
 
 
 def _cause_kind(error: BaseException) -> _core.CauseKind:
-    """What is not the fault of the rank that raises it is raised on the others as what it is."""
+    """Tells an error's kind of cause: an error that its rank is not to blame for keeps its type on the other ranks."""
     if isinstance(error, KeyboardInterrupt):
         return _core.CauseKind.INTERRUPT
     kinds: dict[type[BaseException], _core.CauseKind] = {

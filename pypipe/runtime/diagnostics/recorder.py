@@ -1,8 +1,8 @@
 """What a rank did last: a ring of its latest actions, fed by the executor, always on.
 
-The ring belongs to the core, so that the control sockets' thread can tell other ranks of it while this rank computes,
+The ring belongs to the core, so that the control sockets' thread can report it to other ranks while this rank computes,
 sleeps or is stuck (csrc/control/action_log.hpp has its layout and its protocol). With PYPIPE_RECORD_DIR it lies in a
-file there, which stays when the pipeline fails or the process is killed; `pypipe show --record` reads it.
+file there, which survives a failed pipeline or a killed process; `pypipe show --record` reads it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every rank is doing, in words: for the errors of those that waited too long, or that lost a peer."""
+"""Says in words what every rank is doing, for the errors of ranks that waited too long or lost a peer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def known(reports: Iterable[_core.RankReport]) -> dict[int, Known]:
 
 
 def table(found: Mapping[int, Known], size: int, me: int, program: Program | None, *, waits: bool = True) -> str:
-    """One line for each rank, and before them who it is that the others wait for.
+    """Returns one line for each rank, headed by the rank that the others wait for.
 
     Args:
         found: what is known of the ranks.

@@ -1,4 +1,4 @@
-"""What each rank of a pipeline tells the others of itself, before they connect."""
+"""What each rank of a pipeline tells the others about itself before they connect."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ _STORE_ERRORS: tuple[type[Exception], ...] = (dist.DistError,) if dist.is_availa
 
 @dataclass
 class Rendezvous:
-    """What came of it.
+    """The outcome of a rendezvous.
 
     Attributes:
         configs: every rank's.
@@ -58,7 +58,7 @@ class Rendezvous:
 
 
 def refuse(world: World, reason: str) -> None:
-    """Tells the others, who may wait for this rank at the next rendezvous, that it cannot be built."""
+    """Tells the other ranks, which may wait for this one at the next rendezvous, that its schedule cannot be built."""
     if world.store is not None:
         _write_refusal(world, world.key(world.next_rendezvous()), reason)
 
@@ -106,7 +106,7 @@ def read_all(
     pause = _FIRST_POLL_SECONDS
     turns = itertools.cycle(rank for rank in keys if rank != world.rank)
     while True:
-        # First: who gave up after it had seen all values is not missed.
+        # Looked at first, so that a rank which gave up only after it had seen all values is not taken for missing.
         is_given_up = given_up is not None and world.store.check([given_up])
         values: dict[int, str] = {}
         if world.store.check(list(keys.values())):

@@ -43,7 +43,7 @@ def _mac(secret: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:
 
 
 def _prepare(connection: socket.socket) -> socket.socket:
-    """Small frames go out at once, and a host that vanished without a word is noticed."""
+    """Makes small frames go out at once, and a host that vanishes silently be noticed."""
     if connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,4 +1,4 @@
-"""Which process each rank is, shown in the store: what tells of a rank's end before there are control sockets."""
+"""Publishes each rank's process in the store, so that its end is noticed before there are control sockets."""
 
 from __future__ import annotations
 

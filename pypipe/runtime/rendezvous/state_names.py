@@ -1,6 +1,6 @@
-"""Whether stages have `state_dict` keys in common, which torch.distributed.checkpoint would take for one tensor.
+"""Finds `state_dict` keys that stages have in common, which torch.distributed.checkpoint would take for one tensor.
 
-It expects names that are global: of two stages that each save a "0.weight", a checkpoint keeps one, without an error.
+It expects global names: if two stages each save a "0.weight", a checkpoint silently keeps only one of them.
 Every rank's config has hashes of its stages' keys, so a rank finds that one of its keys is another stage's too.
 """
 

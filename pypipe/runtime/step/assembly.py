@@ -1,4 +1,4 @@
-"""From what a pipeline is built of to what runs: the ranks meet, and stages, channels and executors are made."""
+"""Assembles a rank's pipeline from its settings: the ranks meet, then stages, channels and executors are made."""
 
 from __future__ import annotations
 

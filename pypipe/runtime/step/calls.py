@@ -1,4 +1,4 @@
-"""One rank's list of actions, turned into calls: everything that can be known before a step is done here."""
+"""Turns one rank's list of actions into calls: all that can be decided before a step is decided here."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def plan_calls(
         stage, kind, microbatch = stages[action.stage], action.kind, action.microbatch
         if kind.is_receive:
             channel = stage.receiver(Kind.F if kind is Kind.RECV_F else Kind.B)
-            if channel.posts:  # else the slot's return to the sender is all that it waits for
+            if channel.posts:  # else it waits only for the return of the slot to the sender
                 add(action, channel.post, microbatch)
         else:
             for early, earlier in order.before(action):

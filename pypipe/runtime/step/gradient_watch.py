@@ -1,4 +1,4 @@
-"""`.grad` of parameters around a call that may add to it: whether it has, and what, apart from what was there."""
+"""Keeps track of parameters' `.grad` around a call that may add to it: whether it has, and how much."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ __all__ = ["GradientWatch", "GradientsSetAside", "trained_parameters"]
 
 
 class GradientWatch:
-    """Gradients of parameters, which tell whether anything has been added to them."""
+    """Watches the gradients of parameters for anything that is added to them."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = [weakref.ref(parameter) for parameter in parameters]  # they may be replaced between steps
 
     def state(self, leaves: Iterable[Tensor] = ()) -> list[tuple[int, int]]:
-        """The same twice, if nothing has been added to them, or to these leaves, meanwhile."""
+        """Returns a value that is the same twice if nothing was added to them, or to these leaves, in between."""
         watched: list[Tensor | None] = [*leaves, *(reference() for reference in self._parameters)]
         gradients = [None if tensor is None else tensor.grad for tensor in watched]
         return [(0, 0) if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
 
 
 class GradientsSetAside:
-    """`.grad` of parameters, while the loss function runs."""
+    """Sets parameters' `.grad` aside while the loss function runs."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self._before = [(parameter, parameter.grad) for parameter in trained_parameters(modules)]
@@ -32,7 +32,7 @@ class GradientsSetAside:
             parameter.grad = None
 
     def add(self, weight: float) -> bool:
-        """Puts what there was back, with what has come weighted; returns whether anything has."""
+        """Puts the old gradients back and adds the new ones, weighted; returns whether there were any."""
         found = False
         for parameter, before in self._before:
             new = parameter.grad
@@ -45,11 +45,11 @@ class GradientsSetAside:
         return found
 
     def take_back(self) -> None:
-        """Puts what there was back."""
+        """Puts the old gradients back, without the new ones."""
         for parameter, before in self._before:
             parameter.grad = before
 
 
 def trained_parameters(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Those that require a gradient, each once."""
+    """Lists the parameters that require a gradient, each once."""
     return list({id(p): p for module in modules for p in module.parameters() if p.requires_grad}.values())

@@ -1,20 +1,20 @@
-"""Calling the loss function, and what a backward starts from.
+"""Calls the loss function, and finds what a backward starts from.
 
-An ordinary loss function returns a loss with a graph, from which a backward goes on into the stage. Another one runs
-its own backward: it detaches the output, walks its own graph piece by piece so that the whole of it is never alive,
-leaves the gradient on the output, and returns a number (chunked cross entropy). That gradient is meant to go on into
-the stage, but in this microbatch's backward, which comes later.
+An ordinary loss function returns a loss with a graph, from which a backward goes on into the stage. Others (chunked
+cross entropy) run their own backward: such a function detaches the output, walks its own graph piece by piece so that
+the whole of it is never alive, leaves the gradient on the output, and returns a number. That gradient is to go on into
+the stage, but only in this microbatch's backward, which comes later.
 
-So in the first step losses are computed on a cut: on leaves with the output's values, on which gradients gather
-without going on. If the function has left any there, in whichever microbatch, it gets leaves ever after. Else it gets
-the output itself from the second step on, which saves an engine run a microbatch. Meanwhile `.grad` of the stage's
-parameters is set aside, for the function's backward may use them too (a head in the last stage): what has come there is
-weighted as the rest is, or taken back if the loss is refused. A function that begins to run its own backward in a later
-step has added gradients before they can be weighted: that is an error.
+So in the first step losses are computed behind a cut: on leaves with the output's values, at which gradients stop and
+gather. If the function has left any there, in whichever microbatch, it gets leaves in all later steps. Else it gets the
+output itself from the second step on, which saves an engine run per microbatch. While the function runs, `.grad` of the
+stage's parameters is set aside, since its backward may use them too (a head in the last stage): what has been added is
+weighted like the rest, or taken back if the loss is refused. A function that begins to run its own backward in a later
+step has added gradients before they could be weighted: that is an error.
 
-What goes on into the stage is what does without a pipeline: what a backward() of the function has brought to the
-output, and what the returned loss brings there. Only where neither has brought anything does the output's `.grad`
-count, which the function has assigned. What torch.autograd.grad() returns is the function's own affair.
+The gradients that go on into the stage are those that would without a pipeline: what a backward() in the function has
+brought to the output, and what the returned loss brings there. Only if neither has brought any does a `.grad` count
+that the function has assigned to the output. What torch.autograd.grad() returns is up to the function.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Losses:
         if self._runs_backward is not None:
             return
         self._runs_backward = False
-        # A backward through the output adds to what leads there; the input's leaves show that, else a parameter does.
-        # One that does not go through the output adds to what the loss depends on by itself, or to what is unused yet.
+        # A backward through the output also reaches the input's leaves, or, without any, a parameter that leads to the
+        # output. One that does not go through it adds to what the loss itself depends on, or to what is unused so far.
         watched = self._of_losses
         parameters = trained_parameters(self._modules)
         used = [parameter for parameter in parameters if parameter.grad is not None]

@@ -1,4 +1,4 @@
-"""What a stage keeps of a microbatch between its actions, and which of it lies in memory that is only lent."""
+"""What a stage keeps of a microbatch between its actions, and which of it lies in borrowed memory."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Two copies of one model (DualPipe): what they tell each other at the end of a step.
+"""Combines the results of two copies of one model (DualPipe) at the end of a step.
 
-A program with two chains of stages holds each piece of the model twice, as a rule on two ranks. Both copies' gradients
-of a step are added up, so that each rank's optimizer sees those of the whole batch, and the last stages exchange their
-losses and outputs. It goes over links of its own, one for each pair of ranks and direction (of kind W).
+A program with two chains of stages holds each piece of the model twice, usually on two ranks. A step's gradients of
+both copies are added up, so that each rank's optimizer sees those of the whole batch, and the last stages exchange
+their losses and outputs. This uses separate links, one for each pair of ranks and direction (of kind W).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Part = tuple[nn.Parameter, int, int]  # of the parameter's flattened gradient
 
 
 class ModelCopies:
-    """One rank's part of it.
+    """One rank's part in the exchange.
 
     Args:
         program: with two chains.

@@ -13,7 +13,7 @@ __all__ = ["NewGradients"]
 
 
 class NewGradients:
-    """Sees to it that no `.grad` lies in memory that is only lent.
+    """Makes sure that no `.grad` lies in borrowed memory.
 
     Autograd may make a received gradient, or a view of it, the first `.grad` of some tensor, and a backward may hand
     out a saved activation. Later gradients are added to the first.

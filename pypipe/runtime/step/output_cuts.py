@@ -1,4 +1,4 @@
-"""A stage's output, cut off from the stage while the loss function runs: its gradients gather at the cut."""
+"""Cuts a stage's output off from the stage while the loss function runs: gradients gather at the cut."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ class Cut:
         self.assigned: Tensor | None = None
 
     def take(self, *, has_graph: bool) -> bool:
-        """Takes what the loss function has left; returns whether that is anything.
+        """Takes the gradients that the loss function has left; returns whether there are any.
 
         Args:
             has_graph: whether the returned loss has a graph.
         """
         inside, self.inside = self.inside, None
         assert inside is not None
-        if inside._version:  # else autograd would not see that what the stage has saved is changed
+        if inside._version:  # else autograd would not notice that a tensor which the stage has saved has changed
             torch.autograd.graph.increment_version(self.leaf)
         self.own, self.leaf.grad = self.leaf.grad, None
         if self.own is None:
-            retains = inside.retains_grad  # then autograd.grad() fills `.grad` too, which leads nowhere
+            retains = inside.retains_grad  # then autograd.grad() fills `.grad` too, and that is not to go on
             if not (inside.is_leaf or retains):
-                inside.retain_grad()  # else to look at `.grad` is a warning
+                inside.retain_grad()  # else reading `.grad` warns
             if not (retains and has_graph):
                 self.assigned = inside.grad
         return self.own is not None or self.assigned is not None

@@ -124,10 +124,10 @@ class Pipeline:
                 if public is not error:
                     raise public from None
                 if isinstance(error, KeyboardInterrupt) and failure.is_inside_pypipe(error):
-                    raise error.with_traceback(None) from None  # one line a rank: where it waited says nothing
+                    raise error.with_traceback(None) from None  # one line a rank: where it waited is of no use
                 raise
             finally:
-                del public  # else its traceback, which has this frame, keeps slots until the garbage collector comes
+                del public  # else its traceback, which includes this frame, keeps slots until garbage is collected
         finally:
             for stage in running.stages.values():
                 stage.reset()
@@ -136,7 +136,7 @@ class Pipeline:
         return result
 
     def _step(self, call: Call, running: Running) -> Any:
-        """The step itself; what it raises is not yet what the caller is to see."""
+        """Runs the step itself; what it raises has yet to be turned into what the caller sees."""
         settings, copies = self._settings, running.copies if call.training else None
         self._check(call, running)
         if running.clash is not None:

@@ -1,4 +1,4 @@
-"""What cannot be right in a stage: refused by name, before it makes a wrong number."""
+"""Refuses, by name, modules that would compute wrong numbers in a stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pipeline is built of on one rank, and what a step is called with."""
+"""What a pipeline is built from on one rank, and what a step is called with."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Call", "Settings"]
 
 @dataclass(frozen=True)
 class Settings:
-    """What a pipeline is built of, on one rank.
+    """What a pipeline is built from on one rank.
 
     Args:
         world: the ranks.
@@ -65,7 +65,7 @@ class Settings:
 
     @cached_property
     def where(self) -> str:
-        """How messages call this rank's part."""
+        """This rank's name in error messages."""
         stages = ", ".join(str(piece) for piece, _ in self.pieces)
         return f"rank {self.world.rank}, stage{'s' if len(self.pieces) > 1 else ''} {stages}"
 

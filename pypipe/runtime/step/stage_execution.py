@@ -1,8 +1,9 @@
 """One stage's part of a step: forward, backward, and what is kept between them.
 
-Memory is given back as early as the maths allows. After a forward, only the autograd nodes of its outputs are kept,
-not the outputs. After a backward, the leases of what was received end. Where the gradient is sent on at once, that goes
-first, since another rank waits for it; but if the send may have to wait, they end first: it may wait for their slots.
+Memory is given back as early as the computation allows. After a forward, only the autograd nodes of its outputs are
+kept, not the outputs. After a backward, the leases of what was received end. A gradient that is sent on at once goes
+first, since another rank waits for it, unless the send might block: it may be waiting for the very slots of these
+leases, so then they end first.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class StageExecution:
 
     Args:
         module: the stage's module.
-        where: how messages call this stage.
+        where: the stage's name in error messages.
         loss: on the last stage, the loss function, or None.
         scale_grads: whether gradients are those of the mean over the batch (else of the sum over microbatches).
         two_copies: whether another copy of the stage has a part of the microbatches.
@@ -118,7 +119,7 @@ class StageExecution:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets everything of a step, also of one that failed."""
+        """Forgets everything about a step, even a failed one."""
         self._replicas_began = False
         for wrapper in self._wrappers:
             wrapper.end()
@@ -130,7 +131,7 @@ class StageExecution:
         if self._losses is not None:
             self._losses.reset()
         self._new_gradients.end()
-        self._added = 0  # backwards whose gradients are all in `.grad`
+        self._added = 0  # backwards of which all gradients are in `.grad`
         self._adding: bool | None = False  # now; None: in I, where it depends on the graph
         self._batch: Batch = _NOTHING
         self.losses: dict[int, Tensor] = {}
@@ -406,7 +407,7 @@ class StageExecution:
         return [node for node, _ in pairs], [gradient for _, gradient in pairs]
 
     def _settle(self, microbatch: int, kept: MicrobatchState, leaves: Sequence[Tensor]) -> None:
-        """After a backward or a half: looks after the gradients that it has added."""
+        """Takes care of the gradients that a backward, or one half of it, has added."""
         self._new_gradients.own(kept.input, kept.gradients)
         if self._moves_gradients:
             for wrapper in self._wrappers:

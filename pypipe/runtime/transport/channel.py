@@ -1,8 +1,8 @@
 """Channels: a tree of tensors goes in at one stage and comes out at the next.
 
-A channel remembers the layouts that it has met. A tree of a known layout costs one hash; a new one is announced to the
-other end before the message that has it. What is the same over every link is here; how bytes move is what a link's own
-classes add (`links/`).
+A channel remembers the layouts that it has met. A tree of a known layout costs one hash; a new layout is announced to
+the other end before the first message that has it. What all links share is here; each link's own classes add how bytes
+move (`links/`).
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class IncomingLayout:
         self.description = description
         self.specs = specs
         self.offsets = offsets
-        self.is_tensor: bool = description[0] == "T"  # and nothing around it
+        self.is_tensor: bool = description[0] == "T"  # with no container around it
         self.has_leaves = any(spec.requires_grad for spec in specs)
         self.entered = tuple(spec.requires_grad and spec.strides is not None for spec in specs)
         self.shared = trees.shared_tensors(description)
@@ -278,7 +278,7 @@ class ReceiveChannel(ABC):
         return CopiedGradients(self)
 
     def begin(self, *, training: bool) -> None:
-        """Begins a step, whose messages must say of it what this says."""
+        """Begins a step; its messages must agree on whether it trains."""
         self._evaluates = not training
 
     def post(self, microbatch: int) -> None:

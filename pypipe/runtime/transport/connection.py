@@ -30,9 +30,9 @@ from pypipe.runtime.transport.links.transport import Place, Transport
 
 __all__ = ["Connection", "connect"]
 
-# A wait of some tens of microseconds is cheaper to spin through than to sleep through, but only on a core of one's
-# own: with more ranks than cores, a rank that spins keeps the one that it waits for from running. When a wait should be
-# about to end, as in the steps before, a waiter polls for up to so many seconds, and yields the core as it does.
+# Waits of some tens of microseconds are cheaper to spin through than to sleep through, but only on a core of one's own:
+# with more ranks than cores, a spinning rank keeps the one that it waits for from running. When a wait is about to end,
+# going by earlier steps, a waiter polls for up to this many seconds, and yields the core as it does.
 _SPINS_ALONE, _SPINS_CROWDED = 2000, 20
 _LONGEST_SPIN = 2e-3
 
@@ -81,7 +81,7 @@ def connect(
     )
     links = {channel: links[channel] for channel in sorted(links)}
     peers = {rank for link in links.values() if world.rank in _ends(link) for rank in _ends(link)}
-    # News travels round in both directions, so that one rank that is stopped does not keep it from the others.
+    # News travels round the ring in both directions, so that one stopped rank does not keep it from the others.
     peers |= {(world.rank + 1) % world.size, (world.rank - 1) % world.size}
     ways: dict[Link, type[Transport]] = {}
 
@@ -265,7 +265,7 @@ _open_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 def _tell_why_the_script_ended() -> None:
     """Tells the other ranks which exception has ended the script, where one has: that is not a goodbye."""
     error = getattr(sys, "last_value", None)
-    if isinstance(error, BaseException) and not hasattr(sys, "ps1"):  # at a prompt, it may be of long ago
+    if isinstance(error, BaseException) and not hasattr(sys, "ps1"):  # at a prompt, it may be from long ago
         for connection in list(_open_connections):
             with contextlib.suppress(Exception):
                 connection.tell(error)

@@ -1,8 +1,8 @@
 """DTensors in messages.
 
-A message carries plain memory. So a DTensor crosses a boundary as its local part, with what makes a DTensor of it at
-the other end: its placements, its whole shape, and the names of its mesh's dimensions, for each stage has a mesh of its
-own. To autograd the local part is made of the DTensor, and the other way round, so gradients cross as local parts too.
+A message carries plain memory. So a DTensor crosses a boundary as its local part, with what it takes to make a DTensor
+of that at the other end: its placements, its whole shape, and the names of its mesh's dimensions, since each stage has
+its own mesh. Autograd records both conversions, so gradients cross as local parts too.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Meshes:
 
     Args:
         module: the stage's module; its DTensor parameters and buffers tell their meshes.
-        where: how messages call the stage.
+        where: the stage's name in error messages.
         get_mesh: called with the names, and None, for a mesh that the module does not tell.
     """
 

@@ -1,7 +1,7 @@
-"""The gradients of a stage's outputs: memory that is lent to a backward, and to whatever hooks that runs.
+"""Lends the memory of received gradients to a stage's backward, and to the hooks that it runs.
 
-A hook may keep a gradient, and autograd may make it some tensor's `.grad`. Then its memory is theirs: a slot stays with
-them, of which the channel has one to spare. From then on they get copies.
+A hook may keep a gradient, and autograd may make it some tensor's `.grad`. Then the slot's memory is theirs for good:
+the channel has one slot to spare for that. From then on they get copies.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Gradients(ABC):
 
 
 class CopiedGradients(Gradients):
-    """Copies: for links whose tensors do not show who else has them."""
+    """Copies every gradient: for links that cannot tell whether a tensor has been kept."""
 
     def take(self, microbatch: int) -> Lease:
         return self._take_copies(microbatch)

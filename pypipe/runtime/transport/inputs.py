@@ -1,8 +1,8 @@
-"""The inputs of a stage: memory that is lent to its forward and its backward.
+"""Lends the memory of received inputs to a stage's forward and backward.
 
 A stage may keep its input, or a view of it, for longer: a module that looks back, a hook that collects activations. The
-slot would be overwritten under it. So the first step, and the first eval, get copies, which show whether anything is
-kept; if so, there are copies from then on.
+slot would then be overwritten under it. So the first step and the first eval get copies, which show whether anything is
+kept; if so, all later ones get copies too.
 """
 
 from __future__ import annotations

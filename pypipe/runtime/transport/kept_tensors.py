@@ -1,4 +1,4 @@
-"""Whether tensors that a stage was lent are in other hands too, as torch and Python count references."""
+"""Tells, by the reference counts of torch and Python, whether anything else holds tensors that a stage was lent."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _fewest_uses(*, entered: bool) -> tuple[int, int, int]:
     Args:
         entered: whether it begins a graph, at whose end a leaf has the same storage.
     """
-    with torch.inference_mode(False), torch.enable_grad(), without_modes():  # a mode may keep what it sees
+    with torch.inference_mode(False), torch.enable_grad(), without_modes():  # a dispatch mode may keep what it sees
         tensors = [torch.empty(1)]
         if entered:
             tensors = [enter(tensors[0].requires_grad_())]

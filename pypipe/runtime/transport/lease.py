@@ -1,4 +1,4 @@
-"""What a channel hands out: a message, and the memory in which it lies, until that is given back."""
+"""Leases: what a channel hands out is a message, and the memory in which it lies until it is given back."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Lease(ABC):
 
     @abstractmethod
     def is_kept(self) -> bool:
-        """Whether a tensor on this memory is in other hands too: a hook has kept it, or it is a `.grad`.
+        """Tells whether anything else holds a tensor on this memory: a hook has kept it, or it is a `.grad`.
 
         The stage lets go of `tree` and `leaves` first.
         """

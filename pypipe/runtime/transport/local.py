@@ -1,8 +1,8 @@
-"""Handing over between two stages of one rank: in memory, without a transfer, and detached all the same.
+"""Hands trees over between two stages of one rank: in memory, without a transfer, but detached.
 
-Each stage's backward is its own, so what one stage returns enters the next as leaves. The memory is shared, not
-copied: as in a model without a pipeline, a stage that changes its input in place changes what the stage before may have
-saved for its backward, which then is autograd's version error and never a wrong gradient.
+Each stage runs its own backward, so what one stage returns enters the next as leaves. The memory is shared, not copied.
+So, as in a model without a pipeline, a stage that changes its input in place changes what the stage before may have
+saved for its backward; autograd then raises its version error, and no gradient is ever wrong.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Trees of values that cross a stage boundary: what they look like, as plain data, and how to rebuild them.
+"""Describes trees of values that cross a stage boundary, as plain data, and rebuilds them.
 
 A *description* is nested tuples of JSON values. It is hashable (a channel looks up its layout by it), it travels as
 JSON, and nothing in it is ever executed. The first element of each tuple says what it is::
@@ -191,7 +191,7 @@ def _describe_tensor(tensor: Tensor, path: tuple[Any, ...]) -> Description:
 
 
 def _require_known_class(tensor: Tensor, path: Sequence[Any]) -> None:
-    """Raises LayoutError for a subclass of Tensor: only values travel, so it would arrive without its ways."""
+    """Raises LayoutError for a subclass of Tensor: only values travel, so it would arrive without its behaviour."""
     kind = type(tensor)
     if kind is torch.nn.Parameter or _is_fake(tensor):
         return

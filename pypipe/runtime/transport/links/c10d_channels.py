@@ -58,7 +58,7 @@ class C10dSendChannel(SendChannel):
                 self._pending.popleft().completion.wait(self._route, "sending to")
         self._waiter.close(join=self._route.hub.cause() is None)
         for pending in self._pending:
-            pending.completion.route = None  # a thread that is left behind keeps nothing of the pipeline's
+            pending.completion.route = None  # so that a thread which is left behind keeps nothing of the pipeline alive
         self._pending.clear()
 
     @property
@@ -169,7 +169,7 @@ class C10dReceiveChannel(ReceiveChannel):
         self._waiter.close(join=not failed)
 
     def _drain(self) -> None:
-        """Receives what was sent and will not be used: the sender's Work ends with its receive only, if it lives."""
+        """Receives what was sent but will not be used: until then the Work of a sender that lives does not end."""
         route = self._route
         at_once = _core.WaitPolicy(0.0)
         with contextlib.suppress(Exception):
@@ -187,7 +187,7 @@ class C10dReceiveChannel(ReceiveChannel):
         return {**self._counters, "slots": self._route.slots, "slot_bytes": self._slot_bytes, "layouts": layouts}
 
     def inputs(self) -> Inputs:
-        """What takes the inputs that come through this channel: they may be kept, since release() sees that."""
+        """What takes the inputs that come through this channel: they may be kept, since release() notices."""
         return Inputs(self)
 
     def wait(self, tag: Tag) -> _Slot:

@@ -1,8 +1,8 @@
-"""Waiting for what the backend of the c10d link does, and whose error is raised where it fails.
+"""Waits for transfers of the c10d link's backend, and decides whose error is raised where one fails.
 
 A Work of c10d can be waited for but not interrupted, so another thread waits for it, while the waiting rank watches
-the control socket, its deadline and Ctrl-C. When the pipeline fails, that thread is left to itself: it ends with its
-Work, or with the script (works.py).
+the control socket, its deadline and Ctrl-C. When the pipeline fails, that thread is left behind: it ends with its Work,
+or with the script (works.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pypipe.errors import PipelineError, PipelineTimeout
 __all__ = ["Completion", "Route", "as_pipeline_error"]
 
 _SLICE_SECONDS = 0.05
-_HUB_SECONDS = 0.5  # for the hub to learn of what the backend has met
+_HUB_SECONDS = 0.5  # for the hub to learn of what the backend has run into
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Completion:
                 hub.abort(_core.Cause(_core.CauseKind.LINK, hub.rank, message=text))
 
     def wait(self, route: Route, what: str) -> None:
-        """Waits, and raises what the hub knows rather than what the backend says where both fail."""
+        """Waits; where both the hub and the backend report an error, raises the hub's, which says more."""
         deadline = time.monotonic() + route.wait_policy.timeout
         while not self.done.wait(_SLICE_SECONDS):
             try:
@@ -95,7 +95,7 @@ class Completion:
             except _core.CoreError as error:
                 if error.fault != "peer_gone":
                     raise
-                # It left in good order, so its bytes are under way.
+                # It said goodbye, so its bytes are under way.
             if time.monotonic() >= deadline:
                 if route.wait_policy.prolong():
                     deadline = time.monotonic() + route.wait_policy.timeout

@@ -1,4 +1,4 @@
-"""What channels over the core's own links have in common, whether they lie in shared memory or on a GPU."""
+"""What channels over the core's own links share, in shared memory as on a GPU."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Threads that wait for the Works of torch.distributed, and that end before the interpreter does.
 
 A Work can be waited for but not interrupted, so another thread waits for it. When a pipeline fails, that thread may be
-left with a Work that never ends, of a message that no rank will receive. It must not meet the end of the interpreter:
-Python then ends the thread inside torch's code, which aborts the process. So when the script is over, such a wait is
-ended by force: it is given a timeout, at which the backend (gloo) closes its connections. Not earlier, since the
-process group is the user's, and lives on after a failed step.
+left with a Work that never ends, of a message that no rank will receive. It must not outlive the interpreter:
+Python would end the thread inside torch's code, which aborts the process. So when the script is over, such a wait is
+ended by force: it is given a timeout, at which the backend (gloo) closes its connections. That is not done earlier,
+since the process group belongs to the user, and lives on after a failed step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _AT_ONCE = datetime.timedelta(milliseconds=1)
 
 
 class Awaited(Protocol):
-    """What is told of a Work's end."""
+    """What is notified of a Work's end."""
 
     def fail(self, error: Exception) -> None:
         """The Work has failed; end() follows."""
