@@ -20,7 +20,6 @@ that the function has assigned to the output. What torch.autograd.grad() returns
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -152,7 +151,7 @@ class Losses:
         self._pending[microbatch] = _Pending(loss if loss.requires_grad else None, cuts)
         return loss.detach()
 
-    def _require_known(self, loss: Tensor, cuts: Sequence[_Cut]) -> None:
+    def _require_known(self, loss: Tensor, cuts: Sequence[Cut]) -> None:
         """Raises InputError where the loss leads to a leaf of which the other copy's last stage does not know."""
         known = {id(parameter) for parameter in _parameters(self._modules)} | {id(cut.leaf) for cut in cuts}
         for leaf in _leaves_behind(loss):

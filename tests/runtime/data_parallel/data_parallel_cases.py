@@ -174,8 +174,9 @@ def no_sync(modules: list[nn.Module]) -> Iterator[None]:
             if isinstance(part, DistributedDataParallel):
                 stack.enter_context(part.no_sync())
             elif hasattr(part, "set_requires_gradient_sync"):
-                part.set_requires_gradient_sync(False)
-                stack.callback(part.set_requires_gradient_sync, True)
+                sync: Any = part.set_requires_gradient_sync
+                sync(False)
+                stack.callback(sync, True)
         yield
 
 
