@@ -104,13 +104,13 @@ def _emulator() -> Any:
 
 def _run(messages: int) -> list[dict[str, float]]:
     environment = _environment(_emulator())
-    with tempfile.TemporaryDirectory() as meeting:
+    with tempfile.TemporaryDirectory() as store_dir:
         processes = []
         for rank in range(2):
-            command = [sys.executable, __file__, "--rank", str(rank), "--store", meeting, "--messages", str(messages)]
+            command = [sys.executable, __file__, "--rank", str(rank), "--store", store_dir, "--messages", str(messages)]
             processes.append(
                 subprocess.Popen(
-                    command, env=environment, cwd=meeting, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                    command, env=environment, cwd=store_dir, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
                 )
             )
         said = []

@@ -16,7 +16,7 @@ import leftovers
 import torch
 import torch.distributed as dist
 from campaign_cases import Case, Piece, batch, flat, n_pieces
-from campaign_faults import PATIENCE, linked
+from campaign_faults import TIMEOUT, linked
 
 import pypipe
 from pypipe.runtime.diagnostics import status_table
@@ -78,7 +78,7 @@ class Trial:
         word = campaign_faults.Word(self.case) if fault in ("kill", "stop") else None
         campaign_faults.forget_sockets()
         before = leftovers.held()
-        schedule = self.schedule(SHORT if fault in ("late", "stop") else PATIENCE, check)
+        schedule = self.schedule(SHORT if fault in ("late", "stop") else TIMEOUT, check)
         with campaign_faults.no_hurry():
             seen.before = self.step(schedule)
         schedule._pipeline.recorder.core.set_busy("")
@@ -108,7 +108,7 @@ class Trial:
         if fault != "kill":
             for number, module in self.modules:
                 module.load_state_dict(Piece(number).state_dict())
-            with self.schedule(PATIENCE, None) as new:
+            with self.schedule(TIMEOUT, None) as new:
                 seen.after = self.step(new)
         campaign_faults.forget_sockets()
         # A Work of c10d that the other rank never took up cannot be ended: its thread stays, with nothing else. And
@@ -156,7 +156,7 @@ def _warm_up(link: str, size: int, group: Any) -> None:
     case = Case(0, "gpipe", size, 1, link, "none", -1, 0.0)
     for _ in range(2):
         trial = Trial(case, dist.get_rank(group), group)
-        with trial.schedule(PATIENCE, None) as schedule:
+        with trial.schedule(TIMEOUT, None) as schedule:
             trial.step(schedule)
 
 

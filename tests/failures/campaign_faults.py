@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from pypipe import _core
 from pypipe.runtime.transport import connection
 
-PATIENCE = 20.0
+TIMEOUT = 20.0
 
 
 class Vanished(BaseException):
@@ -61,7 +61,7 @@ def no_hurry() -> Iterator[None]:
     meet, recorder = connection.meet, connection._recorder  # type: ignore[attr-defined]
 
     def meet_slowly(*arguments: Any) -> Any:
-        return meet(*arguments[:-1], PATIENCE)  # type: ignore[call-arg]
+        return meet(*arguments[:-1], TIMEOUT)  # type: ignore[call-arg]
 
     def busy_recorder(*arguments: Any) -> Any:
         made = recorder(*arguments)
@@ -173,7 +173,7 @@ def _spoil(module: nn.Module) -> None:
 
 def _be_late(module: nn.Module, ready: Callable[[], bool]) -> None:
     """The module's next forward takes until the others have had enough."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
 
     def wait(*_: Any) -> None:
         hook.remove()

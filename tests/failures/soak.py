@@ -21,7 +21,7 @@ import search_path  # noqa: F401 - with it the other helpers are found
 # isort: split
 import campaign
 from campaign_cases import WIDTH, Case, draw
-from campaign_faults import PATIENCE, linked
+from campaign_faults import TIMEOUT, linked
 from campaign_judge import judge
 from rank_pool import RankPool
 
@@ -40,7 +40,7 @@ def soak(rank: int, size: int, group: Any, cases: list[Case]) -> tuple[list[camp
     for case in cases:
         lengths = random.Random(case.seed)
         trial = campaign.Trial(case, rank, group)
-        with linked(case.link), trial.schedule(PATIENCE, None) as schedule:
+        with linked(case.link), trial.schedule(TIMEOUT, None) as schedule:
             for _ in range(8):
                 rows = lengths.randint(case.n_microbatches, 4 * case.n_microbatches)
                 x = torch.randn(rows, WIDTH, dtype=torch.float64)

@@ -14,7 +14,7 @@ from rank_pool import RankPool
 import pypipe
 
 SIZE = 3
-PATIENCE = 15.0  # seconds for a whole case, less than the schedules' own timeout: a rank that waits it out has hung
+TIMEOUT = 15.0  # seconds for a whole case, less than the schedules' own timeout: a rank that waits it out has hung
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def _nothing(rank: int, size: int, group: object) -> None:
 
 
 def _attempt(ranks: RankPool, case: str) -> list[Seen]:
-    return ranks.run(SIZE, cases.attempt, case, timeout=PATIENCE)
+    return ranks.run(SIZE, cases.attempt, case, timeout=TIMEOUT)
 
 
 def _check_common(everyone: list[Seen]) -> None:
@@ -221,7 +221,7 @@ def test_a_graph_that_reaches_from_one_microbatch_into_another_is_an_error_with_
 def test_outputs_that_cannot_be_merged_are_an_error_on_every_rank_at_the_next_step_at_the_latest(
     ranks: RankPool,
 ) -> None:
-    everyone = ranks.run(SIZE, cases.merge_fails_at_the_end, timeout=PATIENCE)
+    everyone = ranks.run(SIZE, cases.merge_fails_at_the_end, timeout=TIMEOUT)
     assert everyone[SIZE - 1].kind == "InputError"
     assert [seen.kind for seen in everyone[:-1]] == ["RemoteStageError"] * (SIZE - 1), everyone
     for seen in everyone:
@@ -236,7 +236,7 @@ def test_outputs_that_cannot_be_merged_are_an_error_on_every_rank_at_the_next_st
 def test_a_rank_that_closes_or_does_fewer_steps_than_its_peers_is_an_error_on_all_of_them(
     ranks: RankPool, leaver: int, wait: bool
 ) -> None:
-    everyone = ranks.run(SIZE, cases.leave_early, leaver, wait, timeout=PATIENCE)
+    everyone = ranks.run(SIZE, cases.leave_early, leaver, wait, timeout=TIMEOUT)
     for rank, seen in enumerate(everyone):
         assert seen.trained == []
         if rank == leaver:
@@ -251,7 +251,7 @@ def test_a_rank_that_closes_or_does_fewer_steps_than_its_peers_is_an_error_on_al
 
 
 def test_a_rank_that_closes_before_its_first_step_is_an_error_that_names_it(ranks: RankPool) -> None:
-    everyone = ranks.run(2, cases.close_at_start, 1, timeout=PATIENCE)
+    everyone = ranks.run(2, cases.close_at_start, 1, timeout=TIMEOUT)
     assert [seen.public for seen in everyone] == [True, True]
     assert "rank 1" in everyone[0].text
     assert "closed" in everyone[1].text
@@ -260,7 +260,7 @@ def test_a_rank_that_closes_before_its_first_step_is_an_error_that_names_it(rank
 
 def test_step_inside_the_same_schedules_step_is_refused_on_every_rank(ranks: RankPool) -> None:
     for size in (1, SIZE):
-        everyone = ranks.run(size, cases.step_inside_itself, timeout=PATIENCE)
+        everyone = ranks.run(size, cases.step_inside_itself, timeout=TIMEOUT)
         for seen in everyone:
             assert seen.public, seen
             assert "inside" in seen.text or "already" in seen.text or "running" in seen.text, seen.text
@@ -268,7 +268,7 @@ def test_step_inside_the_same_schedules_step_is_refused_on_every_rank(ranks: Ran
 
 
 def test_ctrl_c_reaches_a_rank_that_waits_for_another_one(ranks: RankPool, tmp_path: Path) -> None:
-    everyone = ranks.run(2, cases.interrupt_while_waiting, str(tmp_path), timeout=PATIENCE)
+    everyone = ranks.run(2, cases.interrupt_while_waiting, str(tmp_path), timeout=TIMEOUT)
     assert everyone[0].kind == "KeyboardInterrupt", everyone[0]
     assert everyone[1].kind == "RemoteStageError", everyone[1]
     assert "KeyboardInterrupt" in everyone[1].text

@@ -15,13 +15,13 @@ class Preference:
 
     Args:
         limits: for each stage, the most microbatches whose F has run and whose I has not.
-        patience: where the next F or I is known to come within this share of a W's time, the rank waits for it
+        wait_share: where the next F or I is known to come within this share of a W's time, the rank waits for it
             instead of starting a W: 0 for never waiting.
         forward_first: whether an F goes before an I where both are ready.
     """
 
     limits: tuple[int, ...]
-    patience: float
+    wait_share: float
     forward_first: bool
 
 
@@ -91,7 +91,7 @@ def schedule(setting: Setting, preference: Preference) -> Scheduled:
     placement, before, after, delays = setting.placement, setting.before, setting.after, setting.delays
     stages_on, reserving = setting.stages_on, setting.reserving
     activation, durations = setting.activation, setting.durations
-    limits, patience, forward_first = preference.limits, preference.patience, preference.forward_first
+    limits, wait_share, forward_first = preference.limits, preference.wait_share, preference.forward_first
     lists: Lists = [[] for _ in range(setting.n_ranks)]
     begin = [-1.0] * setting.n_ranks
     free = [0.0] * setting.n_ranks
@@ -131,7 +131,7 @@ def schedule(setting: Setting, preference: Preference) -> Scheduled:
             kind, stage = 0, next_forward
         elif next_input >= 0:
             kind, stage = 1, next_input
-        elif next_weight >= 0 and coming - now >= patience * durations[2][next_weight]:
+        elif next_weight >= 0 and coming - now >= wait_share * durations[2][next_weight]:
             kind, stage = 2, next_weight
         elif coming < math.inf:
             heappush(heap, (coming, rank))

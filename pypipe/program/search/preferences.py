@@ -13,14 +13,14 @@ from pypipe.program.search.setting import Lists, Setting
 
 _MOST_TRIES = 2500  # a small problem is searched out long before its share of actions is used up
 _STARTS = 6  # preferences that are refined
-_PATIENCE = (0.0, 0.25, 0.5, 1.0)
+_WAIT_SHARES = (0.0, 0.25, 0.5, 1.0)
 
 
 def search(setting: Setting, n_actions: int, starts: Iterable[Lists] = ()) -> list[Scheduled]:
     """Find good lists, and return the best first; the same for the same arguments.
 
     First a grid over a few numbers that stand for a preference (how many microbatches may be in flight, and how that
-    falls from the first to the last stage; patience; which goes first), then these numbers one by one, then each
+    falls from the first to the last stage; wait_share; which goes first), then these numbers one by one, then each
     stage's own limit, then moves of single actions.
 
     Args:
@@ -104,8 +104,8 @@ class _Search:
         first = _ladder(n_ranks // 2, min(most, 3 * n_ranks), 12)
         later = _ladder(n_ranks // 2, min(most, 2 * n_ranks), 6) if several else [most]
         slopes = (longest,) if several else (1, 2, 3, longest)
-        for k, l, slope, patience, forward_first in product(first, later, slopes, (0.0, 0.5), (True, False)):  # noqa: E741
-            yield Preference(self._limits(k, l, slope), patience, forward_first)
+        for k, l, slope, wait_share, forward_first in product(first, later, slopes, (0.0, 0.5), (True, False)):  # noqa: E741
+            yield Preference(self._limits(k, l, slope), wait_share, forward_first)
 
     def _limits(self, first: int, later: int, slope: int) -> tuple[int, ...]:
         """Each stage's limit: one for ranks' first stages, one for the later, and less towards the chain's end."""
@@ -132,13 +132,13 @@ class _Search:
                     break
 
     def _neighbours(self, preference: Preference, groups: Iterable[Sequence[int]]) -> Iterator[Preference]:
-        for patience in _PATIENCE:
-            yield Preference(preference.limits, patience, preference.forward_first)
+        for wait_share in _WAIT_SHARES:
+            yield Preference(preference.limits, wait_share, preference.forward_first)
         for group, by in product(groups, (1, -1, 2, -2)):
             limits = list(preference.limits)
             for stage in group:
                 limits[stage] = max(1, limits[stage] + by)
-            yield Preference(tuple(limits), preference.patience, preference.forward_first)
+            yield Preference(tuple(limits), preference.wait_share, preference.forward_first)
 
 
 def _ladder(lowest: int, highest: int, steps: int) -> list[int]:

@@ -82,7 +82,7 @@ class Likeness:
             low, high = preference.limits[lower], preference.limits[upper]
             between = low + (high - low) * (place - lower)
             limits.append(max(1, round(between / self._shrink)))
-        return Preference(tuple(limits), preference.patience, preference.forward_first)
+        return Preference(tuple(limits), preference.wait_share, preference.forward_first)
 
 
 def likeness(setting: Setting) -> Likeness | None:

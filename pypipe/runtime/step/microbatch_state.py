@@ -56,7 +56,10 @@ def detached(tree: Any) -> Any:
 
 
 def _lies_in(tensor: Tensor, *leases: Lease | None) -> bool:
-    return any(lease is not None and (tensor.is_nested or lease.holds(tensor)) for lease in leases)
+    for lease in leases:  # noqa: SIM110  no generator: this runs for every microbatch
+        if lease is not None and (tensor.is_nested or lease.holds(tensor)):
+            return True
+    return False
 
 
 def owned(tree: Any, lease: Lease | None) -> Any:

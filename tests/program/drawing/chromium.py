@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-_PATIENCE = 60.0
+_TIMEOUT = 60.0
 
 
 def find() -> str | None:
@@ -121,7 +121,7 @@ class Page:
         return [event["params"]["request"]["url"] for event in sent]
 
     def _read(self) -> dict[str, Any]:
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + _TIMEOUT
         while b"\0" not in self._unread:
             assert time.monotonic() < deadline, "the browser does not answer"
             piece = os.read(self._in, 1 << 16)
