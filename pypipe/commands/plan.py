@@ -35,17 +35,20 @@ _BAD_WITHOUT = "give it with --batch, --sequence and --hidden"
 @click.option("--hidden", type=int, help="Size of the vector that each token sends over a cut.")
 @click.option("--dtype", help="Its dtype, such as bf16 or float32.  [default: bf16]")
 @click.option("--bandwidth", type=float, help="GB/s of a link: then a transfer also takes its bytes' time.")
+@click.option(
+    "--two-copies", is_flag=True, help="Mark a schedule that keeps two copies of the parameters, if it is best."
+)
 @click.option("--search/--no-search", default=True, help="Search for a program made to measure: the row auto.")
 @json_option
-def command(tf: str, tb: str, tw: str, tc: str, search: bool, as_json: bool, **options: Any) -> None:
+def command(tf: str, tb: str, tw: str, tc: str, search: bool, two_copies: bool, as_json: bool, **options: Any) -> None:
     """Compare all schedules for a number of ranks, measured times and memory.
 
-    Every schedule is built, verified and simulated, and one is searched for; the best that fits is marked. Times and
-    activations (A) are a rank's whole share of the model for one microbatch.
+    Every schedule is built, verified and simulated, and one is searched for; the best that fits, with one copy of the
+    parameters, is marked. Times and activations (A) are a rank's whole share of the model for one microbatch.
     """
     try:
         request = request_from(times={"tf": tf, "tb": tb, "tw": tw, "tc": tc}, **options)
-        text = run(request, as_json=as_json, search=search)
+        text = run(request, as_json=as_json, search=search, two_copies=two_copies)
     except ValueError as error:
         raise BadInput(str(error)) from error
     click.echo(text, color=True)
@@ -104,13 +107,15 @@ def request_from(
     )
 
 
-def run(request: Request, *, as_json: bool, search: bool) -> str:
+def run(request: Request, *, as_json: bool, search: bool, two_copies: bool) -> str:
     """Compares, and says what is to be printed."""
     errors = Console(stderr=True)
     if as_json or not errors.is_terminal:
-        return show(compare(request, search=search), as_json)
+        return show(compare(request, search=search, two_copies=two_copies), as_json)
     with errors.status("") as status:
-        comparison = compare(request, search=search, progress=lambda name: status.update(f"{name} ..."))
+        comparison = compare(
+            request, search=search, two_copies=two_copies, progress=lambda name: status.update(f"{name} ...")
+        )
     return show(comparison, as_json)
 
 
@@ -169,16 +174,11 @@ def _print(console: Console, comparison: Comparison) -> None:
         highlight=False,
     )
     console.print()
-    console.print(_table(console, comparison))
+    table = _table(console, comparison)
+    console.print(table)
     if best is not None:
         cap = "" if request.memory is None else f" within {request.amount(request.memory)}"
-        others = [row for row in comparison.rows if row.copies == 1 and row.fits and row.verified]
-        but = ""
-        if best.copies > 1 and others:
-            but = (
-                f" ({best.copies}x parameters; with one copy of them {others[0].name}, {_number(others[0].step_time)})"
-            )
-        console.print(f"* the shortest step{cap}: {best.name}{but}", highlight=False)
+        console.print(f"* the shortest step{cap}: {best.name}{_beside(best, comparison)}", highlight=False)
     if request.memory is not None and not all(row.fits for row in comparison.rows):
         console.print(f"! more than {request.amount(request.memory)} on some rank", highlight=False)
     for name, reason in comparison.unavailable:
@@ -186,12 +186,45 @@ def _print(console: Console, comparison: Comparison) -> None:
     for row in comparison.rows:
         if row.problem:
             console.print(f"- {row.name} is not sound: {row.problem}", highlight=False, markup=False)
+    console.print()
+    console.print(_terms(comparison, [str(column.header) for column in table.columns]), highlight=False)
     if request.traffic is not None:
         console.print()
         console.print(_traffic(request, request.traffic), highlight=False)
     for sentence in advise(comparison):
         console.print()
         console.print(sentence, highlight=False, markup=False)
+
+
+def _beside(best: Row, comparison: Comparison) -> str:
+    """What to weigh the best schedule against, where the shortest step takes two copies of the parameters."""
+    usable = [row for row in comparison.rows if row.fits and row.verified]
+    if best.copies > 1:
+        others = [row for row in usable if row.copies == 1]
+        said = f"{best.copies}x parameters; with one copy of them"
+    else:
+        others = [row for row in usable if row.copies > 1 and row.step_time < best.step_time]
+        said = "with 2x parameters"
+    if not others:
+        return ""
+    return f" ({said} {others[0].name}, {_number(others[0].step_time, [row.step_time for row in comparison.rows])})"
+
+
+def _terms(comparison: Comparison, shown: Sequence[str]) -> str:
+    """What the table's columns mean."""
+    a = "one microbatch's activations on one rank"
+    terms = {
+        "bubble": "bubble: the idle share of all ranks' time, from the start of the step to its end",
+        "bubble by span": "by span: the same from a rank's own first action to its last, as where steps overlap",
+        "peak": f"peak: the most that a rank keeps (A: {a})",
+        "transfers": "transfers: messages between ranks in a step",
+        "notes": "v: stages on each rank, where it is not 1",
+    }
+    if comparison.request.activation is not None:
+        terms["peak"] = "peak: the most that a rank's activations take"
+    if all(row.stages_per_rank == 1 for row in comparison.rows):
+        del terms["notes"]
+    return "; ".join(text for column, text in terms.items() if column in shown) + "."
 
 
 def _traffic(request: Request, traffic: Traffic) -> str:
@@ -207,7 +240,7 @@ def _traffic(request: Request, traffic: Traffic) -> str:
 
 
 # The columns, and which of them may go, the first first, where the terminal is too narrow for all.
-_DISPENSABLE = ("notes", "transfers", "sent", "bubble by span", "verified")
+_DISPENSABLE = ("transfers", "bubble by span", "sent", "notes")
 
 
 def _table(console: Console, comparison: Comparison) -> Table:
@@ -231,14 +264,13 @@ def _table_without(comparison: Comparison, dropped: Sequence[str]) -> Table:
         "bubble by span": [f"{row.bubble_ratio_by_span:.2%}" for row in comparison.rows],
         "peak": [request.amount(max(row.peak_memory)) for row in comparison.rows],
         "transfers": [str(row.transfers) for row in comparison.rows],
-        "verified": ["yes" if row.verified else "no" for row in comparison.rows],
     }
     if request.traffic is not None:
         cells["sent"] = [_size(row.transfers * request.message_bytes) for row in comparison.rows]
     cells["notes"] = [_notes(row, request) for row in comparison.rows]
     shown = {name: column for name, column in cells.items() if name not in dropped}
     for name in shown:
-        left = name in ("schedule", "verified", "notes")
+        left = name in ("schedule", "notes")
         table.add_column(name, justify="left" if left else "right", no_wrap=True)
     for index, row in enumerate(comparison.rows):
         style = "bold green" if row is best else "" if row.fits and row.verified else "dim"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import os
 import shutil
@@ -15,18 +16,21 @@ from typing import Any
 import click
 from rich.console import Console
 
-from pypipe.commands.conventions import BadInput
+from pypipe.commands.conventions import BadInput, json_option
 from pypipe.program import (
     Program,
     add_stage_actions,
     build,
     builder_names,
+    did_you_mean,
     find_builder,
     loads_csv,
     prepare,
     simulate,
+    spelled,
 )
-from pypipe.program.drawing import Panel, chrome_trace, html, read_chrome_trace, splits_backward, svg, terminal
+from pypipe.program.drawing import Panel, chrome_trace, html, read_chrome_trace, svg, terminal
+from pypipe.program.simulation.shares import by_stage
 
 _WIDTH_OF_A_FILE = 160
 _PLAIN = str.maketrans("·─▒µ", ".-#u")
@@ -38,12 +42,15 @@ class ShowError(ValueError):
 
 @dataclass(frozen=True)
 class Times:
-    """What is given as `--tf` and its like: one number, or numbers for each stage with commas between.
+    """What is given as `--tf` and its like: one number, or several with commas between.
+
+    The first three mean what they mean to `pypipe plan`: a rank's whole share of the model, divided evenly among its
+    stages. They take one number for each rank too, or one for each stage, which is then that stage's own.
 
     Args:
-        forward: time of an F.
-        backward: time of an I.
-        weight: time of a W; by default that of an I in a program that splits backwards, else 0. A B takes both.
+        forward: time of a rank's forward.
+        backward: time of its backward's input half, I.
+        weight: time of its weight half, W. A whole backward, B, takes both.
         transfer: latency of a hop from rank to rank.
         reduce: time of a REDUCE_GRAD; given, each stage has one, as under DistributedDataParallel.
         unshard: time of an UNSHARD; given, each stage has one, as under fully_shard.
@@ -60,7 +67,7 @@ class Times:
         """The program in simulated time.
 
         Raises:
-            ShowError: a time is not a number from 0 on, or there is not one for each stage.
+            ShowError: a time is not a number from 0 on, or there are neither as many as ranks nor as stages.
             ProgramError: the program cannot be simulated.
         """
         stages = range(program.n_stages)
@@ -71,31 +78,30 @@ class Times:
         )
         timeline = simulate(
             program,
-            **self.costs(program.n_stages, splits_backward(program)),
-            reduce_grad=_numbers("--tr", self.reduce or "0", program.n_stages),
-            unshard=_numbers("--tu", self.unshard or "0", program.n_stages),
+            **self.costs(program),
+            reduce_grad=_of_stages("--tr", self.reduce or "0", program.n_stages),
+            unshard=_of_stages("--tu", self.unshard or "0", program.n_stages),
         )
         return Panel(timeline)
 
-    def costs(self, n_stages: int, splits: bool) -> dict[str, Any]:
+    def costs(self, program: Program) -> dict[str, Any]:
         """The arguments for `simulate`, and for a builder that makes programs to measure.
 
         Args:
-            n_stages: S.
-            splits: whether backwards are split.
+            program: for its ranks and stages.
 
         Raises:
             ShowError: as above.
         """
-        half = _numbers("--tb", self.backward or "1", n_stages)
-        default = half if splits else [0.0] * len(half)
-        weight = default if self.weight is None else _numbers("--tw", self.weight, n_stages)
+        forward = _of_shares("--tf", self.forward or "1", program)
+        half = _of_shares("--tb", self.backward or "1", program)
+        weight = _of_shares("--tw", self.weight or "1", program)
         return {
-            "forward": _numbers("--tf", self.forward or "1", n_stages),
+            "forward": forward,
             "backward": [i + w for i, w in zip(half, weight, strict=True)],
             "input_backward": half,
             "weight_backward": weight,
-            "hop": _numbers("--tc", self.transfer or "0", n_stages),
+            "hop": _of_stages("--tc", self.transfer or "0", program.n_stages),
         }
 
     @property
@@ -110,11 +116,11 @@ class Times:
 @click.option("-p", "--ranks", type=int, help="P, the number of ranks.", show_default=False)
 @click.option("-m", "--microbatches", type=int, help="M, the number of microbatches.", show_default=False)
 @click.option("-v", "--stages-per-rank", type=int, help="Stages on each rank, for schedules that have several.")
-@click.option("--tf", help="Time of a forward: one number, or one for each stage, as 1,1,2,1.  [default: 1]")
-@click.option("--tb", help="Time of a backward's input half, I.  [default: 1]")
 @click.option(
-    "--tw", help="Time of its weight half, W; a whole one takes both.  [default: --tb's where there are halves, else 0]"
+    "--tf", help="Time of a rank's forward: one number, or one for each rank or stage, as 1,1,2,1.  [default: 1]"
 )
+@click.option("--tb", help="The same for the input half of its backward, I.  [default: 1]")
+@click.option("--tw", help="The same for the weight half, W; a whole backward takes both.  [default: 1]")
 @click.option("--tc", help="Latency of a transfer from rank to rank.  [default: 0]")
 @click.option(
     "--tr", help="Time in which a stage's replicas reduce its gradients, once a step.  [default: no replicas]"
@@ -128,6 +134,7 @@ class Times:
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="Show what the ranks did last before a failure, from the records in this folder (PYPIPE_RECORD_DIR).",
 )
+@json_option
 def command(
     names: tuple[str, ...],
     ranks: int | None,
@@ -140,6 +147,7 @@ def command(
     tr: str | None,
     tu: str | None,
     record: Path | None,
+    as_json: bool,
     **files: Path | None,
 ) -> None:
     """Draw the timeline of a schedule, a program or a trace, or several below each other.
@@ -163,8 +171,12 @@ def command(
         for kind, path in files.items():
             if path is not None:
                 write(panels, f"--{kind}", path)
+                click.echo(f"wrote {path}", err=True)
     except ValueError as error:
         raise BadInput(str(error)) from error
+    if as_json:
+        click.echo(json.dumps([_data(panel) for panel in panels]))
+        return
     # Without a stop at bytes that are colours: whether there are any is decided already.
     click.echo(picture(panels), color=True)
 
@@ -184,12 +196,14 @@ def panels_for(
     Raises:
         ShowError, ConfigurationError, ProgramError: all of them ValueErrors, for the user.
     """
+    names = [_registered(name) or name for name in names]
     registered = [name for name in names if name in builder_names()]
     files = [name for name in names if name not in registered]
     for name in files:
         if not Path(name).is_file():
             raise ShowError(
-                f"{name} is not a file, and not a schedule: give a file, or one of {', '.join(builder_names())}"
+                f"{name} is not a file, and not a schedule{did_you_mean(name, builder_names())}: give a file, or one "
+                f"of {', '.join(builder_names())}"
             )
     if registered and (ranks is None or microbatches is None):
         what = "a number of ranks and of microbatches"
@@ -215,6 +229,12 @@ def panels_for(
         else:
             panels.append(times.of(prepare(loads_csv(_text(name), name=Path(name).stem, source=name)).program))
     return panels
+
+
+def _registered(name: str) -> str | None:
+    """The registered name that is meant, unless it is exactly a file's."""
+    known = builder_names()
+    return name if name in known else None if Path(name).is_file() else spelled(name, known)
 
 
 def _text(name: str) -> str:
@@ -252,7 +272,9 @@ def write(panels: list[Panel], option: str, path: Path) -> None:
     Raises:
         ShowError: it cannot be written.
     """
-    draw = {"--svg": svg, "--html": html, "--trace": chrome_trace}[option]
+    draw, ending = {"--svg": (svg, ".svg"), "--html": (html, ".html"), "--trace": (chrome_trace, ".json")}[option]
+    if path.suffix not in ("", ending):
+        raise ShowError(f"{option} does not write {path.suffix} files: give it a name that ends in {ending}")
     text = draw(*panels)
     try:
         path.write_text(text, encoding="utf-8")
@@ -260,12 +282,31 @@ def write(panels: list[Panel], option: str, path: Path) -> None:
         raise ShowError(f"cannot write {path} ({error.strerror}): give {option} a file that can be written") from error
 
 
+def _data(panel: Panel) -> dict[str, Any]:
+    """A timeline as JSON values. Times are in the unit of the costs, or in microseconds if they were measured."""
+    timeline = panel.timeline
+    per_rank = len(timeline.program.chains[0].stages) / timeline.program.n_ranks
+    return {
+        "name": panel.title or timeline.program.name,
+        "n_ranks": timeline.program.n_ranks,
+        "n_microbatches": timeline.program.n_microbatches,
+        "in_microseconds": panel.in_microseconds,
+        "step_time": timeline.step_time,
+        "bubble_ratio": timeline.bubble_ratio,
+        "peak_activations": [peak / per_rank for peak in timeline.peak_activations],
+        "ranks": [[[str(action), start, end] for action, start, end in events] for events in timeline.ranks],
+    }
+
+
 def _built(name: str, ranks: int, microbatches: int, per_rank: int | None, times: Times) -> Program:
     takes = inspect.signature(find_builder(name)).parameters
     options: dict[str, Any] = {}
     if per_rank is not None and "stages_per_rank" in takes:
         options["stages_per_rank"] = per_rank
-    costs = times.costs(ranks * (per_rank or 1), True) if "input_backward" in takes and ranks > 0 else {}
+    costs: dict[str, Any] = {}
+    if "input_backward" in takes and ranks > 0:
+        n_stages = ranks * (per_rank or 1)
+        costs = times.costs(Program(name, 1, tuple(stage % ranks for stage in range(n_stages)), ((),) * ranks))
     program = build(name, ranks, microbatches, **options, **costs)
     here = program.n_stages // program.n_ranks
     if per_rank is not None and per_rank != here:
@@ -274,17 +315,33 @@ def _built(name: str, ranks: int, microbatches: int, per_rank: int | None, times
     return program
 
 
-def _numbers(option: str, text: str, n_stages: int) -> list[float]:
-    parts = text.split(",")
-    if len(parts) not in (1, n_stages):
-        raise ShowError(f"{option} has {len(parts)} times for {n_stages} stages: give one number, or one a stage")
+def _of_shares(option: str, text: str, program: Program) -> list[float]:
+    """One time for each stage, of times of ranks or of stages."""
+    numbers = _numbers(option, text)
+    if len(numbers) in (1, program.n_ranks):
+        return by_stage(program, numbers)
+    if len(numbers) != program.n_stages:
+        some = f"for each of {program.n_ranks} ranks or {program.n_stages} stages"
+        raise ShowError(f"{option} has {len(numbers)} times: give one number, or one {some}")
+    return numbers
+
+
+def _of_stages(option: str, text: str, n_stages: int) -> list[float]:
+    """One time for each stage, of one time or as many."""
+    numbers = _numbers(option, text)
+    if len(numbers) not in (1, n_stages):
+        raise ShowError(f"{option} has {len(numbers)} times for {n_stages} stages: give one number, or one a stage")
+    return numbers * n_stages if len(numbers) == 1 else numbers
+
+
+def _numbers(option: str, text: str) -> list[float]:
     numbers = []
-    for part in parts:
+    for part in text.split(","):
         try:
             number = float(part)
         except ValueError:
-            raise ShowError(f"{option}: {part!r} is not a number: give a time, or one a stage, such as 1.5") from None
+            raise ShowError(f"{option}: {part!r} is not a number: give a time, or several, as 1,1,2,1") from None
         if not 0 <= number < math.inf:
             raise ShowError(f"{option} is {part.strip()}: give a time from 0 on")
         numbers.append(number)
-    return numbers * n_stages if len(numbers) == 1 else numbers
+    return numbers

@@ -11,6 +11,7 @@ from pypipe.program import Program, ProgramError, Timeline, prepare, simulate
 from pypipe.program.builders.registry import build_all
 from pypipe.program.search.candidates import Candidate, Stages, candidates, choose
 from pypipe.program.simulation.costs import costs_of
+from pypipe.program.simulation.shares import by_stage
 
 _FIRST_LOOK = 150_000  # actions that the search lists for each placement at first
 _SECOND_LOOK = 1_000_000  # and for each of the most promising
@@ -35,7 +36,7 @@ class Row:
         exposed_transfer: for each rank, the time that it waits for messages on their way.
         fits: whether the peaks are within the memory of the request.
         problem: why it is not verified, in one line; empty where it is.
-        is_best: the shortest step that fits and is verified.
+        is_best: the shortest step that fits and is verified, with one copy of the parameters unless two are allowed.
     """
 
     name: str
@@ -75,7 +76,11 @@ class Comparison:
 
 
 def compare(
-    request: Request, *, search: bool = True, progress: Callable[[str], None] = lambda name: None
+    request: Request,
+    *,
+    search: bool = True,
+    two_copies: bool = False,
+    progress: Callable[[str], None] = lambda name: None,
 ) -> Comparison:
     """Build, verify and simulate every registered schedule, and search for a better one.
 
@@ -83,6 +88,8 @@ def compare(
         request: what to compare for.
         search: whether to search for a tailored program, the row `auto`. It is no worse than any other that
             fits, in step time, since the search begins at those.
+        two_copies: whether schedules that keep two copies of the parameters may be the best one, and the search begin
+            at them.
         progress: is told the name of each schedule when its turn comes.
     """
     rows: list[Row] = []
@@ -104,12 +111,16 @@ def compare(
     if search:
         progress("auto")
         try:
-            rows.append(_row("auto", _search(request, sound), request))
+            rows.append(
+                _row("auto", _search(request, [each for each in sound if two_copies or len(each.chains) == 1]), request)
+            )
         except PlanError as error:
             unavailable.append(("auto", str(error)))
     rows.sort(key=_rank_of)
-    if rows and rows[0].fits and rows[0].verified:
-        rows[0] = replace(rows[0], is_best=True)
+    for place, row in enumerate(rows):
+        if row.fits and row.verified and (two_copies or row.copies == 1):
+            rows[place] = replace(row, is_best=True)
+            break
     return Comparison(request, tuple(rows), tuple(unavailable))
 
 
@@ -125,8 +136,8 @@ def _row(name: str, program: Program, request: Request) -> Row:
         prepare(program)
     except ProgramError as error:
         problem = str(error).splitlines()[0]
-    peaks = timeline.peak_memory(request.by_stage(program, (1.0,)))
-    memory = timeline.peak_memory(request.by_stage(program, request.activation)) if request.activation else peaks
+    peaks = timeline.peak_memory(by_stage(program, (1.0,)))
+    memory = timeline.peak_memory(by_stage(program, request.activation)) if request.activation else peaks
     return Row(
         name=name,
         step_time=timeline.step_time,
@@ -157,9 +168,9 @@ def _count_transfers(program: Program) -> int:
 def _simulated(program: Program, request: Request) -> Timeline:
     return simulate(
         program,
-        forward=request.by_stage(program, request.forward),
-        input_backward=request.by_stage(program, request.input_backward),
-        weight_backward=request.by_stage(program, request.weight_backward),
+        forward=by_stage(program, request.forward),
+        input_backward=by_stage(program, request.input_backward),
+        weight_backward=by_stage(program, request.weight_backward),
         hop=request.hop,
         message_bytes=request.message_bytes,
         bandwidth=request.bandwidth,
@@ -207,16 +218,16 @@ def _found(request: Request, sound: Sequence[Program], *, search: bool = True) -
 def _stages(shape: Program, request: Request) -> Stages:
     costs = costs_of(
         shape,
-        forward=request.by_stage(shape, request.forward),
-        input_backward=request.by_stage(shape, request.input_backward),
-        weight_backward=request.by_stage(shape, request.weight_backward),
+        forward=by_stage(shape, request.forward),
+        input_backward=by_stage(shape, request.input_backward),
+        weight_backward=by_stage(shape, request.weight_backward),
         hop=request.hop,
         message_bytes=request.message_bytes,
         bandwidth=request.bandwidth,
     )
     memory = math.inf if request.memory is None else request.memory
     return Stages(
-        shape, costs, request.by_stage(shape, request.activation or (1.0,)), [memory] * request.n_ranks, busy_links=True
+        shape, costs, by_stage(shape, request.activation or (1.0,)), [memory] * request.n_ranks, busy_links=True
     )
 
 

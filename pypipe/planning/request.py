@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from pypipe.errors import ConfigurationError
 from pypipe.planning.traffic import DTYPES, UNITS, Traffic
-from pypipe.program import Program
 
 
 class PlanError(ConfigurationError):
@@ -113,22 +112,6 @@ class Request:
     def bandwidth(self) -> float:
         """Bytes that a link carries in one unit of time."""
         return self.traffic.per_unit(self.unit) if self.traffic else math.inf
-
-    def by_stage(self, program: Program, times: Sequence[float]) -> list[float]:
-        """Divide the times of ranks among a program's stages.
-
-        Args:
-            program: each of its chains is one copy of the model.
-            times: one number, or P in the order of the model's layers.
-        """
-        shares: list[float] = []
-        for chain in program.chains:
-            length = len(chain.stages)
-            for piece in range(length):
-                # A stage reaches from piece / length to (piece + 1) / length of the model's depth.
-                time = times[0] if len(times) == 1 else times[piece * self.n_ranks // length]
-                shares.append(time * self.n_ranks / length)
-        return shares
 
 
 def _check_traffic(traffic: Traffic, unit: str | None) -> None:

@@ -6,6 +6,7 @@ The builders of known schedules are here too, by their functions' names: `gpipe`
 import pypipe.program.builders  # noqa: F401  registers known builders
 from pypipe.program.actions import Action, Kind
 from pypipe.program.builders.registry import Builder, build, builder_names, find_builder, register
+from pypipe.program.builders.spelling import did_you_mean, spelled
 from pypipe.program.csv_files import dump_csv, dumps_csv, load_csv, loads_csv
 from pypipe.program.data_parallel import add_stage_actions
 from pypipe.program.drawing import grid
@@ -40,6 +41,7 @@ __all__ = [
     "channel_of",
     "copy_channels",
     "count_slots",
+    "did_you_mean",
     "dump_csv",
     "dumps_csv",
     "find_builder",
@@ -53,6 +55,7 @@ __all__ = [
     "prepare",
     "register",
     "simulate",
+    "spelled",
     "split_bubble",
     "verify",
 ]

@@ -47,9 +47,26 @@ def test_json_has_every_schedule_s_figures_and_nothing_else_is_printed(tmp_path:
     assert data["best"] == next(row["name"] for row in data["schedules"] if row["best"])
 
 
-def test_a_best_that_doubles_the_parameters_is_named_beside_the_best_that_does_not(tmp_path: Path) -> None:
+def test_a_schedule_that_doubles_the_parameters_is_the_best_only_where_asked_for(tmp_path: Path) -> None:
     text = plan("-p", "4", "-m", "8", "--no-search", cwd=tmp_path).stdout
+    assert "* the shortest step: zbv (with 2x parameters dualpipe, 25.00)" in text
+    text = plan("-p", "4", "-m", "8", "--no-search", "--two-copies", cwd=tmp_path).stdout
     assert "* the shortest step: dualpipe (2x parameters; with one copy of them zbv, 25.50)" in text
+
+
+def test_the_search_keeps_one_copy_of_the_parameters_unless_two_are_allowed(tmp_path: Path) -> None:
+    rows = json.loads(plan("-p", "4", "-m", "8", "--json", cwd=tmp_path).stdout)["schedules"]
+    assert next(row for row in rows if row["name"] == "auto")["copies"] == 1
+
+
+def test_notes_and_terms_are_there_at_80_columns(tmp_path: Path) -> None:
+    text = plan("-p", "4", "-m", "8", "--no-search", cwd=tmp_path, columns=80).stdout
+    assert "2x parameters" in text
+    assert "v = 2" in text
+    said = " ".join(text.split())
+    assert "peak: the most that a rank keeps (A: one microbatch's activations on one rank)" in said
+    assert "v: stages on each rank" in said
+    assert "by span" not in text or "by span: the same" in said
 
 
 def test_the_search_adds_a_row_that_nothing_beats(tmp_path: Path) -> None:

@@ -43,13 +43,14 @@ def run(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedPro
 
 def test_the_well_known_picture_and_the_files_of_all_views(tmp_path: Path) -> None:
     files = ("--svg", "a.svg", "--html", "a.html", "--trace", "a.json")
-    result = run("gpipe", "-p", "4", "-m", "4", *files, cwd=tmp_path)
-    assert (result.returncode, result.stdout, result.stderr) == (0, GPIPE_4_4, "")
+    result = run("gpipe", "-p", "4", "-m", "4", "--tw", "0", *files, cwd=tmp_path)
+    wrote = "wrote a.svg\nwrote a.html\nwrote a.json\n"
+    assert (result.returncode, result.stdout, result.stderr) == (0, GPIPE_4_4, wrote)
     assert ElementTree.parse(tmp_path / "a.svg").getroot().tag.endswith("svg")
     assert "<canvas" in (tmp_path / "a.html").read_text()
     assert len(json.loads((tmp_path / "a.json").read_text())["traceEvents"]) > 32
     again = run("a.json", "--svg", "b.svg", cwd=tmp_path)
-    assert (again.returncode, again.stdout, again.stderr) == (0, GPIPE_4_4, "")
+    assert (again.returncode, again.stdout, again.stderr) == (0, GPIPE_4_4, "wrote b.svg\n")
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
@@ -62,10 +63,10 @@ def test_a_program_made_to_measure_is_made_for_the_times_that_are_shown(tmp_path
 
 def test_a_program_in_csv_is_drawn_with_or_without_transfers(tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_text("0F0,0F1,,0B1,0B0\n1F0,1F1,1B1,1B0\n")
-    bare = run("mine.csv", "--tb", "2", cwd=tmp_path)
+    bare = run("mine.csv", "--tb", "2", "--tw", "0", cwd=tmp_path)
     assert bare.stdout.startswith("mine, P=2, M=2, F 1, B 2: step 9, bubble 33.3%\n"), bare.stderr
     dump_csv(lower(build("gpipe", 2, 2)), tmp_path / "mine.csv")
-    assert run("mine.csv", "--tb", "2", cwd=tmp_path).stdout == bare.stdout
+    assert run("mine.csv", "--tb", "2", "--tw", "0", cwd=tmp_path).stdout == bare.stdout
 
 
 def test_several_are_drawn_below_each_other_on_one_scale(tmp_path: Path) -> None:
@@ -86,6 +87,25 @@ def test_a_program_that_would_deadlock_is_shown_with_its_lists(tmp_path: Path) -
 def test_times_may_differ_by_stage_and_kind(tmp_path: Path) -> None:
     result = run("1f1b", "-p", "2", "-m", "1", "--tf", "1,2", "--tb", "3", "--tw", "4", "--tc", "0.5", cwd=tmp_path)
     assert "F 1.5, B 7: step 18," in result.stdout  # 1 + 2 + 2 * 7 and two hops
+
+
+def test_times_are_those_of_a_rank_whatever_its_stages(tmp_path: Path) -> None:
+    """The same numbers mean the same work for every schedule, and the same as for `pypipe plan`."""
+    arguments = ("1f1b", "ZB-V", "Schedule1F1B", "-p", "2", "-m", "4", "--tf", "1,2", "--tb", "3", "--json")
+    result = run(*arguments, cwd=tmp_path)
+    shown = json.loads(result.stdout)
+    assert [panel["name"] for panel in shown] == ["1f1b", "zbv", "1f1b"], result.stderr
+    work = [sum(end - start for events in panel["ranks"] for _, start, end in events) for panel in shown]
+    assert work == [4 * (1 + 2 + 2 * 3 + 2 * 1)] * 3
+    command = [sys.executable, "-m", "pypipe", "plan", "-p", "2", "-m", "4", "--tf", "1,2", "--tb", "3", "--json"]
+    plan = json.loads(subprocess.run([*command, "--no-search"], capture_output=True, text=True, check=True).stdout)
+    planned = {row["name"]: row for row in plan["schedules"]}
+    for panel in shown:
+        assert panel["step_time"] == planned[panel["name"]]["step_time"]
+        assert panel["peak_activations"] == planned[panel["name"]]["peak_activations"]
+    per_stage = json.loads(run("zbv", "-p", "2", "-m", "4", "--tf", "1,2,3,4", "--json", cwd=tmp_path).stdout)[0]
+    lengths = {action[:2]: end - start for events in per_stage["ranks"] for action, start, end in events}
+    assert [lengths[f"{stage}F"] for stage in range(4)] == [1, 2, 3, 4]
 
 
 def terminal_output(cwd: Path, columns: int, **variables: str) -> str:
@@ -123,7 +143,7 @@ def test_a_terminal_gets_colours_unless_it_refuses_them(tmp_path: Path) -> None:
 
 
 def test_an_output_without_dots_gets_plain_ones(tmp_path: Path) -> None:
-    result = run("gpipe", "-p", "2", "-m", "2", cwd=tmp_path, PYTHONIOENCODING="ascii")
+    result = run("gpipe", "-p", "2", "-m", "2", "--tw", "0", cwd=tmp_path, PYTHONIOENCODING="ascii")
     assert "Stage 0:  F0  F1  .   .   B1  B0\n" in result.stdout
 
 
@@ -141,6 +161,15 @@ def test_an_output_without_dots_gets_plain_ones(tmp_path: Path) -> None:
         (["gpipe", "-p", "4", "-m", "4", "--tb", "nan"], "--tb is nan: give a time from 0 on"),
         (["gpipe", "-p", "4", "-m", "4", "--tw", "x"], "--tw: 'x' is not a number"),
         (["gpipe", "-p", "4", "-m", "4", "--tc", "1,2"], "--tc has 2 times for 4 stages"),
+        (["1f2b", "-p", "4", "-m", "4"], "1f2b is not a file, and not a schedule; did you mean '1f1b'?"),
+        (
+            ["zbv", "-p", "2", "-m", "4", "--tf", "1,2,3"],
+            "--tf has 3 times: give one number, or one for each of 2 ranks",
+        ),
+        (
+            ["gpipe", "-p", "4", "-m", "4", "--svg", "a.png"],
+            "--svg does not write .png files: give it a name that ends",
+        ),
         (["gpipe", "-p", "4", "-m", "4", "--svg", "no/file"], "cannot write no/file (No such file or directory)"),
         (["gpipe", "-p", "4", "-m", "4", "--html", "."], "cannot write . (Is a directory): give --html"),
         (["bad.json"], "bad.json: it is not valid JSON: line 1, column 1"),
@@ -172,7 +201,7 @@ def test_bad_input_is_answered_by_one_line(
 
 
 def test_replicas_reduce_in_the_bubble_that_their_stage_has(tmp_path: Path) -> None:
-    shown = run("1f1b", "-p", "2", "-m", "2", "--tr", "1", "--tu", "1", cwd=tmp_path)
+    shown = run("1f1b", "-p", "2", "-m", "2", "--tw", "0", "--tr", "1", "--tu", "1", cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.splitlines()[:4] == [
         "1f1b, P=2, M=2, F 1, B 1, U 1, S 0, R 1: step 8, bubble 25.0%",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pypipe.errors import ConfigurationError
+from pypipe.program.builders.spelling import did_you_mean, spelled
 from pypipe.program.programs import Program
 
 Builder = Callable[..., Program]
@@ -53,20 +54,33 @@ def builder_names() -> tuple[str, ...]:
 def find_builder(name: str) -> Builder:
     """Find the builder of a registered schedule, whose parameters after P and M are its options.
 
+    Args:
+        name: one of `builder_names()`, in any spelling: "zbv", "ZB-V", "ScheduleZBVZeroBubble".
+
     Raises:
         ConfigurationError: the name is unknown.
     """
-    builder = _builders.get(name)
-    if builder is None:
-        raise ConfigurationError(f"no schedule is called {name!r}; known are {', '.join(builder_names())}")
-    return builder
+    return _builders[registered_name(name)]
+
+
+def registered_name(name: str) -> str:
+    """Find the registered name that another spelling means.
+
+    Raises:
+        ConfigurationError: the name is unknown.
+    """
+    found = spelled(name, _builders)
+    if found is None:
+        known = ", ".join(_builders)
+        raise ConfigurationError(f"no schedule is called {name!r}{did_you_mean(name, _builders)}; known are {known}")
+    return found
 
 
 def build(name: str, /, n_ranks: int, n_microbatches: int, **options: Any) -> Program:
     """Build the program of a registered schedule.
 
     Args:
-        name: one of `builder_names()`.
+        name: one of `builder_names()`, in any spelling.
         n_ranks: P.
         n_microbatches: M.
         options: what else the builder takes, by its own names, such as `stages_per_rank`.
@@ -77,7 +91,8 @@ def build(name: str, /, n_ranks: int, n_microbatches: int, **options: Any) -> Pr
     Raises:
         ConfigurationError: the name is unknown, the builder has no such option, or it refuses the numbers.
     """
-    builder = find_builder(name)
+    name = registered_name(name)
+    builder = _builders[name]
     _require_options(name, builder, options)
     program = builder(n_ranks, n_microbatches, **options)
     if not isinstance(program, Program):

@@ -22,6 +22,7 @@ from pypipe.program.drawing.panels import (
     kinds_of,
     live_activations,
     panels_of,
+    peaks,
     row_name,
     share_text,
     time_text,
@@ -95,9 +96,9 @@ def _data(panel: Panel) -> dict[str, Any]:
 def _section(panel: Panel) -> str:
     timeline = panel.timeline
     rows = []
-    for rank, (idle, peak) in enumerate(zip(idle_shares(timeline), timeline.peak_activations, strict=True)):
+    for rank, (idle, peak) in enumerate(zip(idle_shares(timeline), peaks(timeline), strict=True)):
         busy = timeline.step_time * (1 - idle)
-        cells = (time_text(busy, panel.in_microseconds), share_text(idle), str(peak))
+        cells = (time_text(busy, panel.in_microseconds), share_text(idle), peak)
         rows.append(
             f'<tr><th scope="row">{row_name(timeline.program, rank)}</th>'
             + "".join(f"<td>{cell}</td>" for cell in cells)

@@ -99,6 +99,13 @@ def letter_and_microbatch(action: Action) -> str:
     return action.kind.letter if action.kind.is_per_stage else f"{action.kind.letter}{action.microbatch}"
 
 
+def peaks(timeline: Timeline) -> list[str]:
+    """Say for each rank how many microbatches it keeps at most, counting what one takes on all of its stages as 1."""
+    program = timeline.program
+    per_rank = len(program.chains[0].stages) / program.n_ranks
+    return [f"{peak / per_rank:g}" for peak in timeline.peak_activations]
+
+
 def chunks(program: Program) -> list[int]:
     """Number each stage among the stages of its rank, from 0."""
     seen = [0] * program.n_ranks
@@ -243,6 +250,7 @@ __all__ = [
     "mean_times",
     "number_text",
     "panels_of",
+    "peaks",
     "row_name",
     "share_text",
     "short_label",

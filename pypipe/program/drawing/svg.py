@@ -20,6 +20,7 @@ from pypipe.program.drawing.panels import (
     letter_and_microbatch,
     number_text,
     panels_of,
+    peaks,
     row_name,
     share_text,
     short_label,
@@ -103,7 +104,7 @@ class _Part:
         for x, name in ((self._right + _IDLE_COLUMN, "idle"), (width - _PADDING, "peak")):
             yield _text(x, self._first_row - 5, name, size=_SMALL, fill=_GREY, anchor="end")
         labels = _Labels(panel, self._scale)
-        columns = zip(timeline.ranks, idle_shares(timeline), timeline.peak_activations, strict=True)
+        columns = zip(timeline.ranks, idle_shares(timeline), peaks(timeline), strict=True)
         for rank, (events, idle, peak) in enumerate(columns):
             y = self._first_row + rank * (_ROW + _ROW_GAP)
             base = y + _ROW / 2 + _FONT * 0.36
@@ -114,7 +115,7 @@ class _Part:
             )
             yield from self._boxes(events, numbers, y, labels)
             yield _text(self._right + _IDLE_COLUMN, base, share_text(idle), anchor="end")
-            yield _text(width - _PADDING, base, str(peak), anchor="end")
+            yield _text(width - _PADDING, base, peak, anchor="end")
         yield from self._time_axis()
 
     def _boxes(self, events: Sequence[Event], numbers: Sequence[int], y: float, labels: _Labels) -> Iterator[str]:

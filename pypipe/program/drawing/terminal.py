@@ -20,6 +20,7 @@ from pypipe.program.drawing.panels import (
     letter_and_microbatch,
     number_text,
     panels_of,
+    peaks,
     row_name,
     short_label,
     ticks,
@@ -76,7 +77,7 @@ def terminal(*drawn: Drawn, width: int = 80, colour: bool = False) -> str:
     picture = _picture(panels, width, colour)
     blocks = []
     for panel in panels:
-        figures = f"peak activations by rank: {' '.join(map(str, panel.timeline.peak_activations))}"
+        figures = f"peak activations by rank: {' '.join(peaks(panel.timeline))}"
         lines = [*_wrapped(caption(panel), width), *picture.lines(panel), *_wrapped(figures, width)]
         blocks.append("\n".join(lines))
     if colour:

@@ -37,9 +37,36 @@ def test_schedules_are_built_by_name() -> None:
     assert {"gpipe", "1f1b"} <= set(builder_names())
 
 
+@pytest.mark.parametrize(
+    ("spelled", "name"),
+    [
+        ("ZBV", "zbv"),
+        ("ZB-V", "zbv"),
+        ("ScheduleZBVZeroBubble", "zbv"),
+        ("Schedule1F1B", "1f1b"),
+        ("interleaved-1f1b", "interleaved"),
+        ("Interleaved1F1B", "interleaved"),
+        ("ScheduleInterleavedZeroBubble", "interleaved_zb"),
+        ("LoopedBFS", "looped_bfs"),
+        ("V-Half", "v_half"),
+        ("DualPipe V", "dualpipev"),
+        ("GPipe", "gpipe"),
+    ],
+)
+def test_a_name_is_known_in_the_spellings_of_papers_and_of_torch(spelled: str, name: str) -> None:
+    assert build(spelled, 4, 8) == build(name, 4, 8)
+
+
+def test_a_name_that_is_nearly_right_gets_a_suggestion() -> None:
+    with pytest.raises(
+        ValueError, match=r"no schedule is called 'interleave'; did you mean 'interleaved'\?; known are"
+    ):
+        build("interleave", 2, 2)
+
+
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"no schedule is called 'f1b'; known are naive, gpipe, 1f1b, "):
-        build("f1b", 2, 3)
+    with pytest.raises(ValueError, match=r"no schedule is called 'sequential'; known are naive, gpipe, 1f1b, "):
+        build("sequential", 2, 3)
 
 
 def test_a_registered_builder_gets_its_options_and_a_taken_name_is_refused(
