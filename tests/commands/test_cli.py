@@ -71,7 +71,9 @@ def test_what_is_no_command_is_not_offered(tmp_path: Path) -> None:
         (["--steps", "-3"], "--steps is -3: give at least 1"),
         (["--seed", "-1"], "--seed is -1: give a number from 0"),
         (["--width", "50"], "give a multiple of 16"),
-        (["--stages", "5"], "lower --stages, or give --blocks 5"),
+        (["--stages", "5", "--blocks", "4"], "lower --stages, or give --blocks 5"),
+        (["--schedule", "zvb"], "no schedule is called 'zvb'; did you mean 'zbv'?"),
+        (["--schedule", "dualpipe", "--stages", "3"], "dualpipe needs an even number of ranks"),
         (["--microbatches", "64"], "lower --microbatches, or give --batch 64"),
         (["--trace", "step.png"], "--trace is step.png: give a file that ends in .json, .html, .svg"),
         (["--trace", "missing/step.svg"], "cannot write missing/step.svg: give --trace a file that can be written"),
@@ -97,7 +99,7 @@ def test_bad_input_is_answered_by_one_line_with_the_remedy(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--schedule", "naive"], ["--stages", "many"], ["--depth", "3"]], ids=lambda each: each[0]
+    "arguments", [["--steps", "1.5"], ["--stages", "many"], ["--depth", "3"]], ids=lambda each: each[0]
 )
 def test_options_that_cannot_be_read_end_with_exit_code_2(arguments: list[str], tmp_path: Path) -> None:
     result = run("demo", *arguments, cwd=tmp_path)

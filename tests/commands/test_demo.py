@@ -31,6 +31,7 @@ KEYS = {
     "losses",
     "loss_max_abs_diff",
     "tokens_per_second",
+    "unpipelined_tokens_per_second",
     "bubble_measured",
     "bubble_predicted",
 }
@@ -58,6 +59,7 @@ def test_the_default_run_learns_and_matches_the_unpipelined_model(tmp_path: Path
     assert fmean(losses[-10:]) < 2.8
     assert figures["loss_max_abs_diff"] < 1e-4
     assert figures["tokens_per_second"] > 0
+    assert figures["unpipelined_tokens_per_second"] > 0
     assert 0 <= figures["bubble_measured"] < 1
     assert 0 < figures["bubble_predicted"] < 1
 
@@ -84,6 +86,23 @@ def test_gpipe_on_a_file_matches_the_unpipelined_model_of_its_seed(
     assert figures["losses"] == pytest.approx(list(train_unpipelined(options, text)), abs=1e-4)
     another = list(train_unpipelined(dataclasses.replace(options, seed=seed + 1), text))
     assert figures["losses"] != pytest.approx(another, abs=1e-2)
+
+
+@pytest.mark.parametrize("schedule", ["ZB-V", "dualpipe", "interleaved"])
+def test_a_schedule_of_several_stages_a_rank_matches_the_unpipelined_model(schedule: str, tmp_path: Path) -> None:
+    small = ("--stages", "2", "--microbatches", "4", "--batch", "6", "--context", "16", "--steps", "4")
+    figures = run_json("--schedule", schedule, *small, cwd=tmp_path)
+    assert figures["loss_max_abs_diff"] < 1e-4
+    assert 0 < figures["bubble_predicted"] < 1
+
+
+def test_where_stderr_is_no_terminal_it_says_now_and_then_what_it_does(tmp_path: Path) -> None:
+    small = ("--stages", "2", "--microbatches", "2", "--batch", "4", "--context", "16", "--steps", "2")
+    result = subprocess.run([*DEMO, *small], cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert result.returncode == 0, result.stderr
+    for line in ("pipelined: step 0 of 2: starting 2 ranks", "unpipelined: step 0 of 2: starting"):
+        assert line in result.stderr.splitlines()
+    assert "pypipe plan -p 2 -m 2" in result.stdout
 
 
 def test_a_traced_run_writes_the_last_step_and_divides_its_bubble(tmp_path: Path) -> None:

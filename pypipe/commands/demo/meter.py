@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from pypipe.program import build, simulate
+from pypipe.program import Kind, Program, simulate
 
 # The first steps allocate, negotiate layouts and warm caches up.
-_WARM_UP = 3
+WARM_UP = 3
 
 
 @dataclass(frozen=True)
@@ -17,10 +17,10 @@ class StepReport:
     """One rank's account of one step; times are wall-clock seconds.
 
     Args:
-        loss: the mean over the whole batch; None on all ranks but the last.
+        loss: the mean over the whole batch; None on all ranks but that of the last stage.
         seconds: the whole step: batch, schedule.step() and optimizer.
         step_seconds: schedule.step() alone.
-        busy_seconds: of those, inside F and B actions.
+        busy_seconds: of those, inside forwards and backwards.
         forward_seconds: of those, inside F actions.
     """
 
@@ -42,17 +42,14 @@ class Meter:
     """Puts the ranks' reports together, step by step.
 
     Args:
-        schedule: "gpipe" or "1f1b".
-        stages: P.
-        microbatches: M.
+        program: what the ranks run.
         tokens: characters a step.
     """
 
-    def __init__(self, schedule: str, stages: int, microbatches: int, tokens: int) -> None:
-        self._program = build(schedule, stages, microbatches)
-        self._microbatches = microbatches
+    def __init__(self, program: Program, tokens: int) -> None:
+        self._program = program
         self._tokens = tokens
-        self._reports: list[list[StepReport]] = [[] for _ in range(stages)]
+        self._reports: list[list[StepReport]] = [[] for _ in range(program.n_ranks)]
         self.losses: list[float] = []
 
     def add(self, rank: int, report: StepReport) -> None:
@@ -78,22 +75,28 @@ class Meter:
         )
 
     def bubble_predicted(self, last: int | None = None) -> float:
-        """The simulated program's idle share, where each stage takes the time that its own actions took here.
+        """The simulated program's idle share, where each rank's actions take the time that they took here.
 
-        With equal stages this is (P-1)/(M+P-1), for GPipe (arXiv 1811.06965, section 2.3) and 1F1B alike.
+        A rank's stages are taken to be equal, and so are the halves of a split backward. With equal ranks this is
+        (P-1)/(M+P-1), for GPipe (arXiv 1811.06965, section 2.3) and 1F1B alike.
         """
-        stages = list(zip(*self._window(last), strict=True))
-        forward = [median(each.forward_seconds for each in stage) for stage in stages]
-        backward = [median(each.busy_seconds - each.forward_seconds for each in stage) for stage in stages]
+        ranks = list(zip(*self._window(last), strict=True))
+        placement, programs = self._program.placement, self._program.ranks
+        counts = [sum(action.kind is Kind.F for action in actions) for actions in programs]
+        forward = [median(each.forward_seconds for each in rank) / n for rank, n in zip(ranks, counts, strict=True)]
+        busy = [median(each.busy_seconds for each in rank) / n for rank, n in zip(ranks, counts, strict=True)]
+        half = [(busy[rank] - forward[rank]) / 2 for rank in placement]
         return simulate(
             self._program,
-            forward=[seconds / self._microbatches for seconds in forward],
-            backward=[seconds / self._microbatches for seconds in backward],
+            forward=[forward[rank] for rank in placement],
+            input_backward=half,
+            weight_backward=half,
+            backward=[2 * each for each in half],
         ).bubble_ratio
 
     def _window(self, last: int | None) -> list[Sequence[StepReport]]:
         """The complete steps, each as its reports by rank; no warm-up unless there is nothing else."""
-        first = min(_WARM_UP, self.steps - 1)
+        first = min(WARM_UP, self.steps - 1)
         if last is not None:
             first = max(first, self.steps - last)
         return [[reports[step] for reports in self._reports] for step in range(first, self.steps)]

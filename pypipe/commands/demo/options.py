@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from pypipe.program import Program, build
+
 #: Attention heads of the demo's GPT are this wide, so the model's width is a multiple of it.
 HEAD_WIDTH = 16
-
-SCHEDULES = ("1f1b", "gpipe")
 
 #: What --trace writes, by the file's ending: a Chrome trace, a page, a picture.
 TRACE_ENDINGS = (".json", ".html", ".svg")
@@ -45,14 +46,14 @@ class Options:
     """What to train, and how.
 
     Args:
-        stages: P, the number of rank processes; each holds one stage.
-        schedule: one of SCHEDULES.
+        stages: P, the number of rank processes; each holds a stage, or two where the schedule has two on a rank.
+        schedule: the name of a registered schedule.
         microbatches: M, at most `batch`; it need not divide it.
         steps: optimizer steps.
         seed: fixes the weights and the batches.
         batch: sequences a step.
         context: characters a sequence.
-        blocks: transformer blocks of the whole model, at least one a stage.
+        blocks: transformer blocks of the whole model, at least one a stage; None: 4, or as many as there are stages.
         width: size of the vectors between blocks, a multiple of HEAD_WIDTH.
     """
 
@@ -63,22 +64,39 @@ class Options:
     seed: int = 0
     batch: int = 32
     context: int = 64
-    blocks: int = 4
+    blocks: int | None = None
     width: int = 64
+
+    @property
+    def n_blocks(self) -> int:
+        """Transformer blocks of the whole model."""
+        return max(4, self.n_stages) if self.blocks is None else self.blocks
+
+    @functools.cached_property
+    def program(self) -> Program:
+        """What is run."""
+        try:
+            return build(self.schedule, self.stages, self.microbatches)
+        except ValueError as error:
+            raise DemoInputError(str(error)) from error
+
+    @property
+    def n_stages(self) -> int:
+        """S, the number of pieces that the model is cut into."""
+        return len(self.program.chains[0].stages)
 
     def check(self) -> None:
         """Raises DemoInputError for options that no run could follow."""
         for name in ("stages", "microbatches", "steps", "batch", "context", "blocks", "width"):
-            if getattr(self, name) < 1:
-                raise DemoInputError(f"--{name} is {getattr(self, name)}: give at least 1")
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise DemoInputError(f"--{name} is {number}: give at least 1")
         if not 0 <= self.seed < 2**32:
             raise DemoInputError(f"--seed is {self.seed}: give a number from 0 to {2**32 - 1}")
-        if self.schedule not in SCHEDULES:
-            raise DemoInputError(f"--schedule is {self.schedule!r}: give one of {', '.join(SCHEDULES)}")
-        if self.stages > self.blocks:
+        if self.n_stages > self.n_blocks:
             raise DemoInputError(
-                f"{self.stages} stages cannot share {self.blocks} blocks, as each needs one of its own: "
-                f"lower --stages, or give --blocks {self.stages}"
+                f"{self.n_stages} stages cannot share {self.blocks} blocks, as each needs one of its own: "
+                f"lower --stages, or give --blocks {self.n_stages}"
             )
         if self.microbatches > self.batch:
             raise DemoInputError(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from pypipe.commands.demo.meter import Meter, StepReport, TraceReport
+from pypipe.commands.demo.meter import WARM_UP, Meter, StepReport, TraceReport
 from pypipe.commands.demo.options import DemoInputError, Options
 from pypipe.commands.launch import Ranks
 from pypipe.program import split_bubble
@@ -20,6 +23,9 @@ from pypipe.program.drawing import html, read_chrome_trace, svg
 
 # The progress bar's figures cover this many steps.
 _RECENT = 20
+
+# Where stderr is not a terminal.
+_SECONDS_BETWEEN_LINES = 10.0
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,7 @@ class Result:
         losses: of the pipelined training, in nats a character, one a step.
         loss_max_abs_diff: the largest difference between those and the unpipelined training's.
         tokens_per_second: characters the pipeline trained on per second, after the first steps.
+        unpipelined_tokens_per_second: the same of the unpipelined training, which has all cores to itself.
         bubble_measured: the ranks' mean idle share of a step.
         bubble_predicted: the same of the simulated program, given the stages' own measured times.
         traced: of the step that was traced, if one was.
@@ -53,6 +60,7 @@ class Result:
     losses: list[float]
     loss_max_abs_diff: float
     tokens_per_second: float
+    unpipelined_tokens_per_second: float
     bubble_measured: float
     bubble_predicted: float
     traced: Traced | None
@@ -74,12 +82,15 @@ def run(options: Options, text: str, *, progress: bool, trace: Path | None = Non
     with _Bar(options, progress) as bar:
         meter, traced = _train_pipelined(options, text, bar, trace is not None)
         # Only now, as it costs seconds: checking input and watching the ranks need no torch.
+        bar.show("unpipelined", 0, "starting")
         from pypipe.commands.demo.training import train_unpipelined
 
-        difference = 0.0
+        difference, seconds, begun = 0.0, [], time.perf_counter()
         for step, loss in enumerate(train_unpipelined(options, text)):
+            seconds.append(time.perf_counter() - begun)
             difference = max(difference, abs(loss - meter.losses[step]))
             bar.show("unpipelined", step + 1, f"loss {loss:.3f}  largest difference {difference:.1e}")
+            begun = time.perf_counter()
     return Result(
         schedule=options.schedule,
         stages=options.stages,
@@ -88,6 +99,7 @@ def run(options: Options, text: str, *, progress: bool, trace: Path | None = Non
         losses=meter.losses,
         loss_max_abs_diff=difference,
         tokens_per_second=meter.tokens_per_second(),
+        unpipelined_tokens_per_second=options.batch * options.context / fmean(seconds[WARM_UP:] or seconds),
         bubble_measured=meter.bubble_measured(),
         bubble_predicted=meter.bubble_predicted(),
         traced=_written(traced, trace) if trace is not None else None,
@@ -114,7 +126,7 @@ def _written(text: str, path: Path) -> Traced:
 
 
 def _train_pipelined(options: Options, text: str, bar: _Bar, traced: bool) -> tuple[Meter, str]:
-    meter = Meter(options.schedule, options.stages, options.microbatches, options.batch * options.context)
+    meter = Meter(options.program, options.batch * options.context)
     bar.show("pipelined", 0, f"starting {options.stages} ranks")
     with tempfile.TemporaryDirectory(prefix="pypipe-demo-") as folder:
         scratch = Path(folder)
@@ -151,19 +163,23 @@ def _rank(
 
 
 class _Bar:
-    """Two progress bars on stderr, one a training; nothing where stderr is not a terminal."""
+    """Two progress bars on stderr, one a training; where stderr is not a terminal, a line now and then."""
 
     def __init__(self, options: Options, wanted: bool) -> None:
         self._steps = options.steps
         self._tasks: dict[str, TaskID] = {}
+        is_terminal = sys.stderr is not None and sys.stderr.isatty()
+        self._prints_lines = wanted and sys.stderr is not None and not is_terminal
+        self._last_line = -math.inf
         self._progress = Progress(
             TextColumn("{task.description:11}"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
+            TimeRemainingColumn(compact=True, elapsed_when_finished=True),
             TextColumn("{task.fields[figures]}"),
             console=Console(stderr=True),
             expand=True,
-            disable=not (wanted and sys.stderr is not None and sys.stderr.isatty()),
+            disable=not (wanted and is_terminal),
         )
 
     def __enter__(self) -> _Bar:
@@ -177,6 +193,10 @@ class _Bar:
 
     def show(self, training: str, step: int, figures: str) -> None:
         """Moves a training's bar to a step, with its figures beside it."""
+        now = time.monotonic()
+        if self._prints_lines and (training not in self._tasks or now - self._last_line > _SECONDS_BETWEEN_LINES):
+            print(f"{training}: step {step} of {self._steps}: {figures}", file=sys.stderr, flush=True)
+            self._last_line = now
         if training not in self._tasks:
             self._tasks[training] = self._progress.add_task(training, total=self._steps, figures=figures)
         self._progress.update(self._tasks[training], completed=step, figures=figures)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pypipe import PipelineStage, Schedule1F1B, ScheduleGPipe
+from pypipe import PipelineStage, Schedule
 from pypipe.commands.demo.meter import StepReport, TraceReport
 from pypipe.commands.demo.model import Shape, batches, build_stage, encode, loss_of, optimizer_for
 from pypipe.commands.demo.options import Options
@@ -27,7 +27,7 @@ def train_rank(
     store: Path,
     traced: bool,
 ) -> None:
-    """Trains stage `rank` of the model, and reports each step.
+    """Trains the stages of one rank, and reports each step.
 
     Args:
         text: the same on every rank.
@@ -40,12 +40,22 @@ def train_rank(
     rendezvous = dist.FileStore(str(store), size)  # type: ignore[attr-defined]  # public, but not in __all__
     dist.init_process_group("gloo", store=rendezvous, rank=rank, world_size=size)
     shape, data = _prepare(options, text)
-    module = build_stage(shape, rank, size, options.seed)
-    clock = _ForwardClock(module)
-    optimizer = optimizer_for(module)
-    stage = PipelineStage(module, stage_index=rank, num_stages=size, device=torch.device("cpu"))
-    kind = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[options.schedule]
-    schedule = kind(stage, n_microbatches=options.microbatches, loss_fn=loss_of)
+    program = options.program
+    held = [
+        (piece, build_stage(shape, piece, options.n_stages, options.seed))
+        for chain in program.chains
+        for piece, stage in enumerate(chain.stages)
+        if program.placement[stage] == rank
+    ]
+    modules = nn.ModuleList(module for _, module in held)
+    clock = _ForwardClock(modules)
+    optimizer = optimizer_for(modules)
+    cpu = torch.device("cpu")
+    stages = [
+        PipelineStage(module, stage_index=piece, num_stages=options.n_stages, device=cpu) for piece, module in held
+    ]
+    schedule = Schedule(options.schedule, stages, n_microbatches=options.microbatches, loss_fn=loss_of)
+    reports_loss = rank == program.placement[program.chains[0].stages[-1]]
     begun = time.perf_counter()
     trace = schedule.trace()
     for step, (x, y) in enumerate(data):
@@ -57,7 +67,7 @@ def train_rank(
         ended = time.perf_counter()
         report(
             StepReport(
-                loss=_mean_loss(losses, options) if losses else None,
+                loss=_mean_loss(losses, options) if reports_loss else None,
                 seconds=ended - begun,
                 step_seconds=schedule.step_seconds,
                 busy_seconds=schedule.busy_seconds,
@@ -72,7 +82,10 @@ def train_rank(
 
 
 def train_unpipelined(options: Options, text: str) -> Iterator[float]:
-    """Trains the whole model on whole batches in this process, and yields each step's loss."""
+    """Trains the whole model on whole batches in this process, and yields each step's loss.
+
+    It computes on as many threads as the process may use cores, as a user without a pipeline would.
+    """
     shape, data = _prepare(options, text)
     module = build_stage(shape, 0, 1, options.seed)
     optimizer = optimizer_for(module)
@@ -86,7 +99,7 @@ def train_unpipelined(options: Options, text: str) -> Iterator[float]:
 
 def _prepare(options: Options, text: str) -> tuple[Shape, Iterator[tuple[Tensor, Tensor]]]:
     tokens, vocabulary = encode(text)
-    shape = Shape(vocabulary, options.context, options.width, options.blocks)
+    shape = Shape(vocabulary, options.context, options.width, options.n_blocks)
     return shape, batches(tokens, options.batch, options.context, options.steps, options.seed)
 
 
@@ -98,12 +111,13 @@ def _mean_loss(losses: list[Tensor], options: Options) -> float:
 
 
 class _ForwardClock:
-    """Adds up the wall-clock seconds that a module spends in forward."""
+    """Adds up the wall-clock seconds that modules spend in forward."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._begun = self._seconds = 0.0
-        module.register_forward_pre_hook(self._begin)
-        module.register_forward_hook(self._end)
+        for module in modules:
+            module.register_forward_pre_hook(self._begin)
+            module.register_forward_hook(self._end)
 
     def read(self) -> float:
         """Returns the seconds since the last call."""

@@ -48,7 +48,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     by_plain = {_plain(each): each for each in known} | {
         plain: alias for plain, alias in _ALIASES.items() if alias in known
     }
-    near = difflib.get_close_matches(_plain(name), by_plain, n=1, cutoff=0.7)
+    near = difflib.get_close_matches(_plain(name), by_plain, n=1, cutoff=0.6)
     return f"; did you mean {by_plain[near[0]]!r}?" if near else ""
 
 
