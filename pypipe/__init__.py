@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
+
+if importlib.util.find_spec("pypipe._core") is None:
+    raise ImportError(
+        f"pypipe was imported from {__path__[0]}, a source folder without the compiled core. Start Python from another "
+        "folder, set PYTHONSAFEPATH=1 to keep this one off Python's path, or build in place: pip install -e ."
+    )
 
 from pypipe.errors import (
     ConfigurationError,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -28,14 +29,27 @@ def _run(command: list[str], folder: Path) -> str:
 
 
 @pytest.mark.timeout(120)
-def test_the_trainer_of_the_readme_trains_under_torchrun(tmp_path: Path) -> None:
+def test_the_trainer_of_the_readme_trains_from_the_clone() -> None:
+    """As the README says it: from the folder of the clone, where `pypipe` is also the name of the source folder."""
     (snippet,) = _snippets(README, "torchrun")
-    (tmp_path / "train.py").write_text(snippet)
+    assert snippet == (ROOT / "examples" / "train.py").read_text()
+    assert "torchrun --nproc-per-node 4 examples/train.py" in README.read_text()
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-port", "0"]
-    output = _run([*launcher, "--standalone", "train.py"], tmp_path)
+    output = _run([*launcher, "--standalone", "examples/train.py"], ROOT)
     losses = [float(text) for text in re.findall(r"loss (\S+)", output)]
     assert len(losses) == 50
     assert losses[-1] < losses[0] / 5, losses
+
+
+def test_an_import_from_the_source_folder_says_so_and_what_to_do(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "pypipe", tmp_path / "pypipe", ignore=shutil.ignore_patterns("_core*.so", "__pycache__"))
+    for arguments in (["-m", "pypipe", "doctor"], ["-c", "import pypipe"]):
+        done = subprocess.run([sys.executable, "-S", *arguments], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 1
+        last = done.stderr.splitlines()[-1]
+        assert last.startswith(f"ImportError: pypipe was imported from {tmp_path / 'pypipe'}, a source folder"), last
+        for remedy in ("Start Python from another folder", "PYTHONSAFEPATH=1", "pip install -e ."):
+            assert remedy in last
 
 
 def test_the_programs_of_the_page_on_schedules_print_what_it_says(tmp_path: Path) -> None:
