@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import warnings
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from pypipe.errors import (
     PipelineTimeout,
     RemoteStageError,
 )
+from pypipe.runtime.environment import misspelt
 
 if TYPE_CHECKING:
     from pypipe import schedules
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
     from pypipe.stage import PipelineStage
 
 __version__ = _version("pypipe")
+
+for _given, _meant in misspelt().items():
+    warnings.warn(f"the environment variable {_given} does nothing: did you mean {_meant}?", stacklevel=2)
 
 __all__: list[str] = [
     "ConfigurationError",

@@ -250,6 +250,9 @@ def _explain(report: Report) -> None:
     notes.extend(_which_nccl(report))
     if (problem := one_queue()) is not None:
         notes.append(problem)
+    from pypipe.runtime.environment import misspelt
+
+    notes.extend(f"{given} does nothing: did you mean {meant}?" for given, meant in misspelt().items())
 
 
 def _unusable(library: Library, name: str, variable: str) -> str:

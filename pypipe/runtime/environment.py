@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from typing import NamedTuple
 
 from pypipe.errors import ConfigurationError
 
-__all__ = ["OTHERS_READ", "OTHERS_SET", "VARIABLES", "Variable", "read"]
+__all__ = ["OTHERS_READ", "OTHERS_SET", "VARIABLES", "Variable", "misspelt", "read"]
 
 
 class Variable(NamedTuple):
@@ -91,8 +92,23 @@ OTHERS_SET: dict[str, Variable] = {
 
 
 def read(name: str, choices: tuple[str, ...] = ()) -> str:
-    """The variable's value, or its default. Raises ConfigurationError where it is not one of `choices`."""
-    value = os.environ.get(name, VARIABLES[name].default)
+    """The variable's value, or its default where it is not set, or empty.
+
+    Raises:
+        ConfigurationError: the value is not one of `choices`.
+    """
+    value = os.environ.get(name) or VARIABLES[name].default
     if choices and value not in choices:
         raise ConfigurationError(f"{name}={value!r}: it takes {', '.join(choices)}")
     return value
+
+
+def misspelt() -> dict[str, str]:
+    """Finds variables that are set and nearly one of pypipe's own: what is meant, by what is set."""
+    meant = {}
+    for name in os.environ:
+        if name.startswith("PYPIPE") and name not in VARIABLES:
+            near = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.85)
+            if near:
+                meant[name] = near[0]
+    return meant

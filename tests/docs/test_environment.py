@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import environment_page
+import pytest
 from search_path import ROOT
 
-from pypipe.runtime.environment import OTHERS_READ, OTHERS_SET, VARIABLES
+from pypipe.runtime.environment import OTHERS_READ, OTHERS_SET, VARIABLES, read
 
 
 def test_the_page_is_what_the_tables_of_the_code_give() -> None:
@@ -44,6 +48,21 @@ def _name(node: ast.expr) -> str:
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "*"
 
 
+def test_a_misspelt_variable_is_reported_once(tmp_path: Path) -> None:
+    environment = os.environ | {"PYPIPE_LINKS": "shm", "PYPIPE_EMULATOR_SEEDS": "1"}
+    command = [sys.executable, "-c", "import pypipe, pypipe.runtime.environment"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stderr.count("UserWarning") == 1
+    assert "PYPIPE_LINKS does nothing: did you mean PYPIPE_LINK?" in done.stderr
+
+
+def test_a_variable_that_is_empty_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, variable in VARIABLES.items():
+        monkeypatch.setenv(name, "")
+        assert read(name) == variable.default
+
+
 def test_all_variables_that_the_package_reads_or_sets_are_in_the_tables() -> None:
     # Names that are computed: the tables' own functions, and some that are found beside the call.
     computed = {
@@ -56,6 +75,8 @@ def test_all_variables_that_the_package_reads_or_sets_are_in_the_tables() -> Non
     for path in (ROOT / "pypipe").rglob("*.py"):
         place = str(path.relative_to(ROOT / "pypipe"))
         for how, name in _uses(path):
+            if (place, how) == ("runtime/environment.py", "other"):
+                continue  # looks through all names for misspelt ones
             names = computed[place] if name == "*" and how == "read" else {name}
             if place != "commands/doctor.py" or name != "*":
                 found[how] |= names
