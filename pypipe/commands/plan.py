@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -13,19 +14,26 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from pypipe.commands.conventions import BadInput, json_option, rendered
-from pypipe.planning import Comparison, PlanError, Request, Row, Traffic, advise, compare
+from pypipe.planning import Comparison, PlanError, Request, Row, Traffic, advise, compare, plan_options
+from pypipe.program.drawing import read_chrome_trace
 
 _WIDTH_OF_A_FILE = 120
 _BAD_WITHOUT = "give it with --batch, --sequence and --hidden"
 
 
 @click.command("plan")
-@click.option("-p", "--ranks", type=int, required=True, help="P, the number of ranks.")
-@click.option("-m", "--microbatches", type=int, required=True, help="M, the number of microbatches.")
+@click.option("-p", "--ranks", type=int, help="P, the number of ranks.")
+@click.option("-m", "--microbatches", type=int, help="M, the number of microbatches.")
+@click.option(
+    "--from",
+    "trace",
+    type=click.Path(path_type=Path),
+    help="Take -p, -m, --unit and the times from a trace that schedule.trace() saved, where they are not given.",
+)
 @click.option("-v", "--stages-per-rank", type=int, help="Stages on each rank, for schedules that let one choose.")
-@click.option("--tf", default="1", help="Time of one rank's forward of one microbatch; or P times, as 1,1,2,1.")
-@click.option("--tb", default="1", help="The same for the backward's input half, I.")
-@click.option("--tw", default="1", help="The same for its weight half, W; a whole backward takes both.")
+@click.option("--tf", help="Time of one rank's forward of one microbatch; or P times, as 1,1,2,1.  [default: 1]")
+@click.option("--tb", help="The same for the backward's input half, I.  [default: 1]")
+@click.option("--tw", help="The same for its weight half, W; a whole backward takes both.  [default: 1]")
 @click.option("--tc", default="0", help="Latency of a transfer from rank to rank.")
 @click.option("--unit", help="Unit of the times: us, ms or s.")
 @click.option("--memory", type=float, help="Most activations of one microbatch that a rank may keep; or GB, if:")
@@ -40,18 +48,51 @@ _BAD_WITHOUT = "give it with --batch, --sequence and --hidden"
 )
 @click.option("--search/--no-search", default=True, help="Search for a program made to measure: the row auto.")
 @json_option
-def command(tf: str, tb: str, tw: str, tc: str, search: bool, two_copies: bool, as_json: bool, **options: Any) -> None:
+def command(trace: Path | None, search: bool, two_copies: bool, as_json: bool, **options: Any) -> None:
     """Compare all schedules for a number of ranks, measured times and memory.
 
     Every schedule is built, verified and simulated, and one is searched for; the best that fits, with one copy of the
     parameters, is marked. Times and activations (A) are a rank's whole share of the model for one microbatch.
     """
     try:
-        request = request_from(times={"tf": tf, "tb": tb, "tw": tw, "tc": tc}, **options)
+        options = _with_defaults(options, {} if trace is None else _measured(trace))
+        request = request_from(times={name: options.pop(name) for name in ("tf", "tb", "tw", "tc")}, **options)
         text = run(request, as_json=as_json, search=search, two_copies=two_copies)
     except ValueError as error:
         raise BadInput(str(error)) from error
     click.echo(text, color=True)
+
+
+def _measured(path: Path) -> dict[str, str]:
+    """The options that a saved trace stands for.
+
+    Raises:
+        PlanError: the file is not a trace of measured steps.
+    """
+    try:
+        panels = read_chrome_trace(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PlanError(f"--from {path}: {getattr(error, 'strerror', None) or error}: give a saved trace") from error
+    measured = next((panel for panel in panels if panel.in_microseconds), None)
+    if measured is None:
+        raise PlanError(f"--from {path}: its times were simulated: give a trace that schedule.trace() has measured")
+    return {option.removeprefix("--"): text for option, text in plan_options(measured.timeline).items()}
+
+
+def _with_defaults(options: dict[str, Any], measured: dict[str, str]) -> dict[str, Any]:
+    """The options that were given, else those of a trace, else the defaults.
+
+    Raises:
+        PlanError: a number that has no default is missing.
+    """
+    defaults = {"tf": "1", "tb": "1", "tw": "1"} | measured
+    full = {name: defaults.get(name) if value is None else value for name, value in options.items()}
+    for name, option in (("ranks", "-p"), ("microbatches", "-m")):
+        number = full[name]
+        if number is None:
+            raise PlanError(f"{option} is missing: give the number of {name}, or a trace with --from")
+        full[name] = int(number)
+    return full
 
 
 def request_from(

@@ -5,8 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from pypipe.planning import plan_command, plan_options
+from pypipe.program import build, simulate
+from pypipe.program.drawing import Panel, chrome_trace
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -108,6 +113,35 @@ def test_schedules_that_cannot_be_built_are_listed_with_the_reason(tmp_path: Pat
     assert "- dualpipe cannot be built: dualpipe needs an even number of ranks" in " ".join(result.stdout.split())
 
 
+def test_a_measured_trace_gives_the_times(tmp_path: Path) -> None:
+    """Of a schedule of two stages a rank, whose stages are not alike: plan computes with what the trace shows."""
+    program = build("zbv", 2, 6)
+    costs: dict[str, Any] = {
+        "forward": [1.0, 2.0, 3.0, 4.0],
+        "input_backward": [2.0] * 4,
+        "weight_backward": [0.5, 1.0, 1.5, 2.0],
+    }
+    measured = simulate(program, **costs)
+    (tmp_path / "step.json").write_text(chrome_trace(Panel(measured, "zbv, measured", True)))
+    given = {"--ranks": "2", "--microbatches": "6", "--tf": "3,7", "--tb": "4,4", "--tw": "1.5,3.5", "--unit": "us"}
+    assert plan_options(measured) == given
+    from_trace = plan("--from", "step.json", "--json", "--no-search", cwd=tmp_path)
+    by_hand = plan(*(text for pair in given.items() for text in pair), "--json", "--no-search", cwd=tmp_path)
+    assert from_trace.returncode == 0, from_trace.stderr
+    assert json.loads(from_trace.stdout) == json.loads(by_hand.stdout)
+    assert plan_command(measured).split()[:4] == ["pypipe", "plan", "--ranks", "2"]
+    more = json.loads(plan("--from", "step.json", "-m", "12", "--json", "--no-search", cwd=tmp_path).stdout)
+    assert max(row["transfers"] for row in more["schedules"]) > max(
+        row["transfers"] for row in json.loads(from_trace.stdout)["schedules"]
+    )
+
+
+def test_a_whole_backward_is_halved(tmp_path: Path) -> None:
+    options = plan_options(simulate(build("1f1b", 2, 2), forward=1.0, backward=3.0))
+    assert (options["--tb"], options["--tw"]) == ("1.5,1.5", "1.5,1.5")
+    assert plan_options(simulate(build("dualpipe", 2, 4), forward=1.0))["--tf"] == "1,1"
+
+
 def test_planning_imports_no_torch(tmp_path: Path) -> None:
     program = (
         "import sys; from pypipe.commands.cli import main;"
@@ -120,6 +154,9 @@ def test_planning_imports_no_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "remedy"),
     [
+        (["-m", "4"], "-p is missing: give the number of ranks, or a trace with --from"),
+        (["--from", "none.json"], "--from none.json: No such file or directory: give a saved trace"),
+        (["--from", "simulated.json"], "its times were simulated: give a trace that schedule.trace() has measured"),
         (["-p", "4", "-m", "0"], "-m is 0: give the number of microbatches"),
         (["-p", "4", "-m", "8", "--tf", "-1"], "--tf is -1: give a time from 0 on"),
         (["-p", "4", "-m", "8", "--tb", "nan"], "--tb is nan: give a time from 0 on"),
@@ -131,6 +168,7 @@ def test_planning_imports_no_torch(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_answered_by_one_line_with_the_remedy(arguments: list[str], remedy: str, tmp_path: Path) -> None:
+    (tmp_path / "simulated.json").write_text(chrome_trace(build("1f1b", 2, 2)))
     result = plan(*arguments, cwd=tmp_path)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.count("\n") == 1

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from pypipe.errors import InputError, PipelineError, PipelineTimeout
+from pypipe.planning.from_trace import plan_command
 from pypipe.program import Action, Bubble, Event, Program, RankTimes, Timeline, merge_ranks, predict, split_bubble
 from pypipe.program.drawing import Panel, chrome_trace, html, svg, terminal
 from pypipe.runtime.rendezvous.world import World, host_identity
@@ -132,8 +133,11 @@ class Trace:
         return [Panel(measured, f"{name}, measured", True), Panel(predict(measured), f"{name}, predicted", True)]
 
     def text(self, width: int = 100, *, colour: bool = False) -> str:
-        """The last step, measured and predicted, as characters; see `pypipe.program.drawing.terminal`."""
-        return terminal(*self.panels, width=width, colour=colour)
+        """The last step, measured and predicted, as characters (see `pypipe.program.drawing.terminal`).
+
+        The last line is the `pypipe plan` command that compares all schedules for the times that were measured.
+        """
+        return f"{terminal(*self.panels, width=width, colour=colour)}\n\n{plan_command(self.timeline)}"
 
     def save(self, path: str | Path) -> None:
         """Writes the last step, measured and predicted, into a file.

@@ -85,6 +85,7 @@ def test_a_trace_is_saved_in_every_form(tmp_path: Path, ranks: RankPool) -> None
         "1f1b, measured,",
         "1f1b, predicted,",
     ]
+    assert text.splitlines()[-1].startswith("pypipe plan --ranks 2 --microbatches ")
     assert list(complaints(json.loads((tmp_path / "step.json").read_text()))) == []
     measured, predicted = read_chrome_trace((tmp_path / "step.json").read_text())
     assert (measured.title, predicted.title) == ("1f1b, measured", "1f1b, predicted")
