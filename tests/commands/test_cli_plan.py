@@ -115,12 +115,8 @@ def test_schedules_that_cannot_be_built_are_listed_with_the_reason(tmp_path: Pat
 def test_a_measured_trace_gives_the_times(tmp_path: Path) -> None:
     """Of a schedule of two stages a rank, whose stages are not alike: plan computes with what the trace shows."""
     program = build("zbv", 2, 6)
-    costs: dict[str, Any] = {
-        "forward": [1.0, 2.0, 3.0, 4.0],
-        "input_backward": [2.0] * 4,
-        "weight_backward": [0.5, 1.0, 1.5, 2.0],
-    }
-    measured = simulate(program, **costs)
+    weights = [0.5, 1.0, 1.5, 2.0]
+    measured = simulate(program, forward=[1.0, 2.0, 3.0, 4.0], input_backward=[2.0] * 4, weight_backward=weights)
     (tmp_path / "step.json").write_text(chrome_trace(Panel(measured, "zbv, measured", True)))
     given = {"--ranks": "2", "--microbatches": "6", "--tf": "3,7", "--tb": "4,4", "--tw": "1.5,3.5", "--unit": "us"}
     assert plan_options(measured) == given
