@@ -18,7 +18,6 @@ from pypipe.runtime.diagnostics.trace import Trace
 from pypipe.runtime.environment import read
 from pypipe.runtime.rendezvous.config import Config
 from pypipe.runtime.rendezvous.exchange import refuse
-from pypipe.runtime.rendezvous.liveness import declare
 from pypipe.runtime.rendezvous.world import World, find_world
 from pypipe.runtime.step.fitting import fit
 from pypipe.runtime.step.pipeline import Pipeline
@@ -142,7 +141,6 @@ class Schedule:
             static=shapes == "static",
             get_mesh=[stage.get_mesh for stage in given],
         )
-        declare(world)
         self._pipeline = Pipeline(self._settings)
 
     def _kind(self, program: Program | str | os.PathLike[str]) -> str:

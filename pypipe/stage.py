@@ -10,6 +10,7 @@ from torch import nn
 
 from pypipe.errors import ConfigurationError
 from pypipe.runtime.rendezvous.exchange import refuse
+from pypipe.runtime.rendezvous.liveness import declare
 from pypipe.runtime.rendezvous.world import find_world
 
 __all__ = ["PipelineStage"]
@@ -79,6 +80,7 @@ class PipelineStage:
         if problem:
             refuse(world, problem)
             raise ConfigurationError(problem)
+        declare(world)
         self.submod = submodule
         self.stage_index = stage_index
         self.num_stages = num_stages

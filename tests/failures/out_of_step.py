@@ -73,7 +73,10 @@ def one_cannot_build(rank: int, size: int, group: Any) -> tuple[str, str, list[s
 
 
 def one_dies_first(rank: int, size: int, group: Any, dying: int, how: str) -> str:
-    """One rank's process ends when its schedule is built and the others wait for it."""
+    """One rank's process ends when its stage or its schedule is built, and the others wait for it."""
+    if rank == dying and how == "killed without a schedule":
+        pypipe.PipelineStage(torch.nn.Linear(3, 3), rank, size, torch.device("cpu"), group=group)
+        os.kill(os.getpid(), signal.SIGKILL)
     if rank == dying:
         schedule = _schedule(rank, size, group, 30)
         if how == "killed":

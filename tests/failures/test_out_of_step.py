@@ -38,7 +38,7 @@ def test_a_refusal_that_is_heard_late_is_heard_once(ranks: RankPool) -> None:
             assert "rank 0 could not build its part of the pipeline" in second, second
 
 
-@pytest.mark.parametrize(("dying", "how"), [(1, "killed"), (2, "ends")])
+@pytest.mark.parametrize(("dying", "how"), [(1, "killed"), (2, "ends"), (1, "killed without a schedule")])
 def test_a_rank_that_ends_before_its_first_step_is_lost_at_once(ranks: RankPool, dying: int, how: str) -> None:
     for rank, said in enumerate(ranks.run_raw(3, out_of_step.one_dies_first, dying, how, timeout=60.0)):
         if rank != dying:

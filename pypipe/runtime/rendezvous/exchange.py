@@ -16,6 +16,7 @@ import os
 import secrets
 import socket
 import struct
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from pypipe.errors import ConfigurationError, PeerLost, PipelineTimeout
 from pypipe.runtime import environment
 from pypipe.runtime.rendezvous.config import Config
 from pypipe.runtime.rendezvous.handshake import Address, Listener, connect
-from pypipe.runtime.rendezvous.liveness import ended_process
+from pypipe.runtime.rendezvous.liveness import ended_process, has_started
 from pypipe.runtime.rendezvous.world import World, host_identity
 
 __all__ = ["Rendezvous", "meet", "read_all", "refuse"]
@@ -35,6 +36,7 @@ __all__ = ["Rendezvous", "meet", "read_all", "refuse"]
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: an interface's IPv4 address
 _FIRST_POLL_SECONDS = 0.001
 _LONGEST_POLL_SECONDS = 0.05
+_NOTICE_SECONDS = 15.0  # after which a rank says whom it waits for
 _STORE_ERRORS: tuple[type[Exception], ...] = (dist.DistError,) if dist.is_available() else ()
 
 
@@ -104,6 +106,8 @@ def read_all(
         given_up: a key that says, once it is there, that what is missing then will not come.
     """
     pause = _FIRST_POLL_SECONDS
+    begun = time.monotonic()
+    is_noticed = False
     turns = itertools.cycle(rank for rank in keys if rank != world.rank)
     while True:
         # Looked at first, so that a rank which gave up only after it had seen all values is not taken for missing.
@@ -123,7 +127,11 @@ def read_all(
                 f"rank {world.rank} waited for rank {rank} to start the same pipeline, but that rank's process {pid} "
                 "has ended before it called step() or eval()"
             )
-        if time.monotonic() >= deadline:
+        now = time.monotonic()
+        if not is_noticed and now - begun > _NOTICE_SECONDS:
+            is_noticed = True
+            _notice(world, keys, values, now - begun, deadline - begun)
+        if now >= deadline:
             absent = [rank for rank, key in keys.items() if not world.store.check([key])]
             # Else all came, but one has given up already.
             absent = absent or [rank for rank, value in values.items() if not value]
@@ -133,6 +141,22 @@ def read_all(
             )
         time.sleep(pause)
         pause = min(pause * 1.5, _LONGEST_POLL_SECONDS)
+
+
+def _notice(world: World, keys: Mapping[int, str], values: Mapping[int, str], seconds: float, timeout: float) -> None:
+    """Says on stderr whom this rank waits for: until now nothing is wrong, but the user would see nothing."""
+    absent = [rank for rank, key in keys.items() if not values.get(rank) and not world.store.check([key])]
+    doing = ", ".join(
+        f"rank {rank} ({'has not called step() or eval()' if has_started(world, rank) else 'has no PipelineStage yet'})"
+        for rank in absent[:8]
+    )
+    more = f" and {len(absent) - 8} more" if len(absent) > 8 else ""
+    print(
+        f"pypipe: rank {world.rank} has waited {seconds:.0f} s for {doing}{more} to start the same pipeline; it waits "
+        f"for up to {timeout:.0f} s",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _read_configs(world: World, config: Config, deadline: float) -> tuple[str, list[Config]]:

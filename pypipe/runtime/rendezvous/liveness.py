@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -9,27 +10,47 @@ from pathlib import Path
 
 from pypipe.runtime.rendezvous.world import World, host_identity
 
-__all__ = ["declare", "ended_process"]
+__all__ = ["declare", "ended_process", "has_started"]
+
+
+_declared: set[tuple[int, str]] = set()
 
 
 def declare(world: World) -> None:
-    """Shows the other ranks which process this rank is."""
-    if world.store is not None:
-        pid = os.getpid()
-        process = {"host": _host(), "pid": pid, "started": _state(pid)[1]}
-        with contextlib.suppress(Exception):  # without a store, the rendezvous says so
-            world.store.set(world.key("process", world.rank), json.dumps(process))
+    """Shows the other ranks which process this rank is, and at its exit that it has ended, if they never met."""
+    pid = os.getpid()
+    if world.store is None or (pid, world.name) in _declared:
+        return
+    _declared.add((pid, world.name))
+    _show(world, {"host": _host(), "pid": pid, "started": _state(pid)[1]})
+
+    def show_end() -> None:
+        if os.getpid() == pid and world.rendezvous() < 0:  # else the control sockets, or the rendezvous, have said it
+            _show(world, {"host": "", "pid": pid, "started": ""})
+
+    atexit.register(show_end)
+
+
+def _show(world: World, process: dict[str, object]) -> None:
+    with contextlib.suppress(Exception):  # without a store, the rendezvous says so
+        world.store.set(world.key("process", world.rank), json.dumps(process))
+
+
+def has_started(world: World, rank: int) -> bool:
+    """Whether a rank has built its first PipelineStage."""
+    return bool(world.store.check([world.key("process", rank)]))
 
 
 def ended_process(world: World, rank: int) -> int | None:
-    """The number of the process that a rank was, where that ran on this host and has ended; None: as far as is known.
+    """The number of the process that a rank was, where that has ended; None: as far as is known, it has not.
 
-    A rank on another host is not known to be gone.
+    A process that was killed on another host is not known to be gone.
     """
-    key = world.key("process", rank)
-    if not world.store.check([key]):
+    if not has_started(world, rank):
         return None
-    process = json.loads(world.store.get(key))
+    process = json.loads(world.store.get(world.key("process", rank)))
+    if not process["host"]:  # it said so itself
+        return int(process["pid"])
     if process["host"] != _host():
         return None
     state, started = _state(process["pid"])
