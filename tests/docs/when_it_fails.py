@@ -1,4 +1,4 @@
-"""What a user sees when something breaks: `python tests/docs/when_it_fails.py` writes it into the pages.
+"""What a user sees when something breaks: `python tests/docs/when_it_fails.py` prints it, and `--write` puts it into the pages.
 
 Two ranks train, and rank 1 raises, gets stuck or is killed in its second forward; what rank 0 then says goes into the
 block of each page that is marked so. test_when_it_fails.py looks whether the pages are up to date.
@@ -124,6 +124,9 @@ def masked(text: str) -> list[str]:
 
 def main() -> None:
     printed = outputs()
+    if sys.argv[1:] != ["--write"]:
+        print("\n\n".join(f"# {name}\n{text}" for name, text in printed.items()))
+        return
     for page in PAGES:
         text = page.read_text()
         for name in blocks(text):

@@ -14,7 +14,9 @@ from pypipe.program.drawing.panels import MEANINGS, Drawn, Panel, frees, live_ac
 from pypipe.program.programs import Chain, Program
 from pypipe.program.simulation.timeline import Event, Timeline
 
-_FORMAT = 1
+_FORMAT = 2
+# Perfetto takes process 0 for the kernel's idle task, and does not show it. Format 1 began there.
+_FIRST_PROCESS = {1: 0, _FORMAT: 1}
 # Flows bind to the slice around their time, to the nanosecond: so they begin and end a little within it.
 _INSIDE = 0.002
 
@@ -37,7 +39,7 @@ def chrome_trace(*drawn: Drawn) -> str:
     """
     panels = panels_of(drawn)
     events: list[dict[str, Any]] = []
-    first = 0
+    first = _FIRST_PROCESS[_FORMAT]
     for panel in panels:
         suffix = f", {panel.title}" if len(panels) > 1 else ""
         events += _named(panel, first, suffix)
@@ -66,7 +68,7 @@ def read_chrome_trace(text: str) -> list[Panel]:
         raise ValueError(f"it is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}") from error
     except (KeyError, TypeError, IndexError):
         raise ValueError("it is not a trace that pypipe wrote: `otherData` does not say what it shows") from None
-    if version != _FORMAT:
+    if version not in _FIRST_PROCESS:
         raise ValueError(f"its format is {version!r}, and this pypipe reads {_FORMAT}: use the pypipe that wrote it")
     rows: dict[int, list[Event]] = {}
     for number, event in enumerate(events):
@@ -78,7 +80,7 @@ def read_chrome_trace(text: str) -> list[Panel]:
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"event {number} of its traceEvents is damaged ({error!r})") from None
     panels = []
-    first = 0
+    first = _FIRST_PROCESS[version]
     for number, one in enumerate(abouts):
         try:
             panels.append(_panel(one, rows, first))

@@ -20,14 +20,23 @@ def test_each_rank_is_a_named_process_with_complete_events() -> None:
     timeline = simulate(one_f_one_b(3, 4), forward=10.0, backward=20.5, hop=1.5)
     text = chrome_trace(Panel(timeline, in_microseconds=True))
     names = {each["pid"]: each["args"]["name"] for each in events(text, "M") if each["name"] == "process_name"}
-    assert names == {0: "rank 0", 1: "rank 1", 2: "rank 2"}
-    assert {each["pid"] for each in events(text, "M") if each["name"] == "thread_name"} == {0, 1, 2}
+    assert names == {1: "rank 0", 2: "rank 1", 3: "rank 2"}  # Perfetto hides process 0
+    assert {each["pid"] for each in events(text, "M") if each["name"] == "thread_name"} == {1, 2, 3}
     shown = {(e["pid"], e["args"]["action"], e["ts"], e["dur"], e["args"]["stage"]) for e in events(text, "X")}
     assert shown == {
-        (rank, str(action), start, end - start, action.stage)
+        (1 + rank, str(action), start, end - start, action.stage)
         for rank, row in enumerate(timeline.ranks)
         for action, start, end in row
     }
+
+
+def test_a_trace_of_the_format_before_is_read() -> None:
+    text = chrome_trace(simulate(one_f_one_b(3, 4)))
+    old = json.loads(text)
+    old["otherData"]["pypipe"]["format"] = 1
+    for event in old["traceEvents"]:
+        event["pid"] -= 1
+    assert read_chrome_trace(json.dumps(old)) == read_chrome_trace(text)
 
 
 def test_arrows_lead_from_inside_what_makes_a_message_to_inside_what_uses_it() -> None:
@@ -56,9 +65,9 @@ def test_arrows_lead_from_inside_what_makes_a_message_to_inside_what_uses_it() -
 def test_the_counter_of_live_activations_peaks_where_the_verifier_says() -> None:
     timeline = simulate(one_f_one_b(4, 8))
     counters = events(chrome_trace(timeline), "C")
-    peaks = [max(each["args"]["count"] for each in counters if each["pid"] == rank) for rank in range(4)]
+    peaks = [max(each["args"]["count"] for each in counters if each["pid"] == 1 + rank) for rank in range(4)]
     assert peaks == list(timeline.peak_activations)
-    assert [each["args"]["count"] for each in counters if each["pid"] == 0][-1] == 0
+    assert [each["args"]["count"] for each in counters if each["pid"] == 1][-1] == 0
 
 
 @given(st.sampled_from([gpipe, one_f_one_b]), st.integers(1, 4), st.integers(1, 5), st.floats(0, 1e6), st.booleans())
