@@ -1,4 +1,4 @@
-"""What a user sees when something breaks: `python tests/docs/when_it_fails.py` prints it, and `--write` puts it into the pages.
+"""What a user sees when something breaks: `python tests/docs/when_it_fails.py` prints it, `--write` updates the pages.
 
 Two ranks train, and rank 1 raises, gets stuck or is killed in its second forward; what rank 0 then says goes into the
 block of each page that is marked so. test_when_it_fails.py looks whether the pages are up to date.
