@@ -261,7 +261,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "early": Early,
     "whole": Whole,
 }
-_NOTE = r"on rank {} (\d+) of (\d+) backwards have been added to \.grad(?:, and of (\d+) more those)?"
+_NOTE = r"on rank {} \.grad holds part of this step: (\d+) of (\d+) backwards(?:, and of (\d+) more the gradients)?"
 
 
 def gradients(rank: int, size: int, group: Any, link: str, name: str, kind: str, places: Sequence[float]) -> list[str]:

@@ -208,7 +208,7 @@ def is_late(cause: _core.Cause, returned: int) -> bool:
 
 _WHOLE_PART = (
     "pypipe: this rank's part of that step was whole; what was done with its gradients since then, such as an "
-    "optimizer's step, is not undone"
+    "optimizer's step, stays as it is"
 )
 
 

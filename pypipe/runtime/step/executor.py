@@ -56,10 +56,10 @@ class Executor:
         backwards = {(a.stage, a.microbatch) for a in self.actions if a.kind in (Kind.B, Kind.I)}
         if not backwards or not (whole or early or unsure):
             return None
-        words = f"{whole} of {len(backwards)} backwards have been added to .grad"
+        words = f"{whole} of {len(backwards)} backwards"
         if early:
-            words += f", and of {early} more those gradients that are computed in action I"
-        return words + (", and perhaps a part of the one that failed" if unsure else "")
+            words += f", and of {early} more the gradients that action I computes"
+        return words + (", and perhaps part of the one that failed" if unsure else "")
 
     def take_part(self, reason: str, *, training: bool, has_begun: bool) -> None:
         """After a step that failed: does what this rank's replicas in other pipelines wait for, in the program's order.

@@ -295,8 +295,8 @@ class Pipeline:
         if added is not None:
             # A step adds to .grad as it goes: say so before the caller trains on half of a batch.
             public.add_note(
-                f"pypipe: this step is not undone: on rank {rank} {added}; parameters are untouched. Call zero_grad() "
-                "before you go on"
+                f"pypipe: on rank {rank} .grad holds part of this step: {added}. Parameters are untouched. Call "
+                "zero_grad() before you go on"
             )
         for text in left:
             public.add_note(f"pypipe: {text}")
