@@ -7,8 +7,10 @@ import datetime
 import importlib.metadata
 import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+
+import torch
 
 from pypipe.errors import ConfigurationError
 from pypipe.program import Channel, Program
@@ -249,6 +251,43 @@ class Schedule:
         """
         return self._pipeline.run(
             Call(args, kwargs, target, losses, return_outputs, loss_kwargs, training=False, name="eval()")
+        )
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+        *,
+        parameters: Iterable[torch.Tensor] = (),
+    ) -> torch.Tensor:
+        """Clips the gradients of all stages by the norm of all of them, as torch.nn.utils.clip_grad_norm_ does it.
+
+        Every rank calls it after the same step(), also one whose stages have no parameters. What counts: the parameters
+        of every stage, and of a loss_fn that is an nn.Module, each once, however many replicas or copies there are; of
+        a DTensor (`fully_shard`, tensor parallelism) the whole of it.
+
+        Args:
+            max_norm: what the norm is to be at most.
+            norm_type: p of the p-norm, above 0; math.inf: the largest absolute value.
+            error_if_nonfinite: whether a norm that is NaN or infinite is an error, on every rank.
+            foreach: whether torch's faster functions are used. None: where they can be.
+            parameters: further ones of this rank alone, such as those that a loss function closes over.
+
+        Returns:
+            The norm before clipping: a tensor without dimensions on this rank's device, with the same bits on every
+            rank; in the gradients' dtype, or in the wider one where stages have different ones.
+
+        Raises:
+            NonFiniteError: the norm is not finite, and `error_if_nonfinite`; gradients are untouched.
+            InputError: there has been no step, or the norm is none.
+            MismatchError: the ranks make different calls.
+            PipelineTimeout: a rank did not make this call within `timeout`.
+            PeerLost: a rank has ended, or closed its schedule.
+        """
+        return self._pipeline.clip_grad_norm_(
+            max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, foreach=foreach, others=parameters
         )
 
     @contextlib.contextmanager

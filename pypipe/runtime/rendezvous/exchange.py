@@ -31,7 +31,7 @@ from pypipe.runtime.rendezvous.handshake import Address, Listener, connect
 from pypipe.runtime.rendezvous.liveness import ended_process, has_started
 from pypipe.runtime.rendezvous.world import World, host_identity
 
-__all__ = ["Rendezvous", "meet", "read_all", "refuse"]
+__all__ = ["Rendezvous", "meet", "public_store_errors", "read_all", "refuse"]
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: an interface's IPv4 address
 _FIRST_POLL_SECONDS = 0.001
@@ -82,7 +82,8 @@ def _check_refused(world: World, prefix: str) -> None:
 
 
 @contextlib.contextmanager
-def _public_store_errors() -> Iterator[None]:
+def public_store_errors() -> Iterator[None]:
+    """Turns what torch raises where the store is gone into PeerLost."""
     try:
         yield
     except _STORE_ERRORS as error:
@@ -96,7 +97,7 @@ class _GivenUp(Exception):
     """Some rank waits at a later rendezvous: it has given this one up."""
 
 
-@_public_store_errors()
+@public_store_errors()
 def read_all(
     world: World, prefix: str, keys: Mapping[int, str], deadline: float, given_up: str | None = None
 ) -> dict[int, str]:
@@ -217,7 +218,7 @@ def _listening_address() -> str:
     return "127.0.0.1"
 
 
-@_public_store_errors()
+@public_store_errors()
 def meet(
     world: World,
     config: Config,

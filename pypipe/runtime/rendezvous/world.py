@@ -63,6 +63,11 @@ class World:
         self.store.set(key, value)
         _published.setdefault(self.name, []).append(key)
 
+    def retract(self, key: str) -> None:
+        """Takes back what this process has published, once no rank will read it any more."""
+        _published[self.name].remove(key)
+        self.store.delete_key(key)
+
     def withdraw(self, prefix: str) -> None:
         """Removes what this process has published for earlier pipelines than the one of this prefix.
 

@@ -11,6 +11,7 @@ from pypipe.errors import ConfigurationError
 from pypipe.program import Channel, Kind, Program
 from pypipe.runtime.data_parallel.wrappers import Wrapper, find_wrappers
 from pypipe.runtime.rendezvous import agreement
+from pypipe.runtime.rendezvous.collectives import Gatherer
 from pypipe.runtime.rendezvous.config import Config
 from pypipe.runtime.rendezvous.equal_parameters import describe_parameters
 from pypipe.runtime.rendezvous.exchange import refuse
@@ -34,8 +35,11 @@ class Running:
 
     Attributes:
         connection: to the other ranks.
+        gatherer: of what the ranks tell each other between steps.
         fitted: the programs, with what stages do together with their data-parallel replicas.
         stages: this rank's, by their number in the program.
+        modules: by the same numbers, those whose parameters each stage trains: its own, and on the last one the loss
+            function, where that is a module.
         wrapped: which wrappers each of this rank's modules had.
         executors: by whether they train.
         copies: where the pipeline holds two of the model.
@@ -44,8 +48,10 @@ class Running:
     """
 
     connection: Connection
+    gatherer: Gatherer
     fitted: Fitted
     stages: dict[int, StageExecution]
+    modules: dict[int, list[nn.Module]]
     wrapped: list[list[int]]
     executors: dict[bool, Executor]
     copies: ModelCopies | None
@@ -110,8 +116,10 @@ def assemble(settings: Settings) -> Running:
         )
     return Running(
         connection,
+        Gatherer(settings.world, connection.prefix),
         fitted,
         stages,
+        {stage: _trained(settings, *settings.pieces[position]) for stage, position in held.items()},
         identities(wrappers),
         {
             training: Executor(verified.program, rank, stages, connection.recorder, connection.issue)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -20,6 +20,7 @@ from pypipe.runtime.diagnostics import failure
 from pypipe.runtime.diagnostics.device_clock import clock_for
 from pypipe.runtime.diagnostics.recorder import Recorder
 from pypipe.runtime.diagnostics.trace import Trace
+from pypipe.runtime.step import between_steps, gradient_norm
 from pypipe.runtime.step.assembly import Running, assemble, identities
 from pypipe.runtime.step.executor import Executor
 from pypipe.runtime.step.refused import refused_now
@@ -77,6 +78,78 @@ class Pipeline:
         self._trace = trace
         self._n_traces += trace is not None
         return self._n_traces
+
+    def gather(self, what: str, values: Callable[[], list[float | str]]) -> list[list[float | str]]:
+        """Every rank's values, by rank, between two steps.
+
+        Args:
+            what: the call, as the user knows it; the other ranks' must be the same.
+            values: returns this rank's, as JSON values; what it raises is told to the other ranks.
+
+        Raises:
+            PipelineError: another rank failed, left, makes another call or none; or this schedule has run no step.
+        """
+        where = f"{self._settings.where}: {what}"
+        if not self._turn.acquire(blocking=False):
+            raise PipelineError(f"{where} is called inside step() or eval(): call it after that, on every rank")
+        try:
+            if self._running is None and self._failure is None and not self._closed:
+                raise InputError(f"{where} comes before the first step(), so the ranks have not met: call it after one")
+            running = self._ready()
+            try:
+                return between_steps.gather(
+                    what,
+                    values(),
+                    settings=self._settings,
+                    connection=running.connection,
+                    gatherer=running.gatherer,
+                    calls=self._calls,
+                    raise_failure=self._raise_failure,
+                )
+            except Exception as error:
+                if self._failure is None:
+                    self._failure = failure.text_of(error)
+                    between_steps.report(error, what, running.connection, self._settings.world.rank)
+                raise
+        finally:
+            self._turn.release()
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float,
+        *,
+        error_if_nonfinite: bool,
+        foreach: bool | None,
+        others: Iterable[torch.Tensor],
+    ) -> torch.Tensor:
+        """Clips the gradients of all stages by one norm; see `gradient_norm.clip`.
+
+        Args:
+            others: parameters of this rank that are in none of its stages.
+        """
+        counted: set[int] = set()
+        parameters: list[torch.Tensor] = []
+        if self._running is not None and (program := self.program) is not None:
+            held = {stage: self._running.modules[stage] for stage in self._running.stages}
+            of_stages = {
+                stage: [p for module in modules for p in module.parameters()] for stage, modules in held.items()
+            }
+            counted = gradient_norm.of_first_copy(program, self._settings.world.rank, of_stages)
+            parameters = [p for listed in of_stages.values() for p in listed]
+        others = [p for p in others if all(p is not parameter for parameter in parameters)]
+        parameters = list({id(p): p for p in (*parameters, *others)}.values())
+        counted |= {id(p) for p in others}
+        return gradient_norm.clip(
+            parameters,
+            [p for p in parameters if id(p) in counted],
+            max_norm,
+            norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+            foreach=foreach,
+            gather=self.gather,
+            device=self._settings.device,
+        )
 
     def close(self, error: BaseException | None = None) -> None:
         """Leaves the pipeline. Idempotent.
