@@ -31,6 +31,7 @@ from pypipe.runtime.environment import misspelt
 
 if TYPE_CHECKING:
     from pypipe import schedules
+    from pypipe.grad_scaler import GradScaler
     from pypipe.program import ProgramError
     from pypipe.runtime.batch.chunk_specs import Reduce, Replicate, TensorChunkSpec
     from pypipe.schedules import *  # noqa: F403
@@ -44,6 +45,7 @@ for _given, _meant in misspelt().items():
 __all__: list[str] = [
     "ConfigurationError",
     "CorruptionError",
+    "GradScaler",
     "InputError",
     "LayoutError",
     "MismatchError",
@@ -70,6 +72,7 @@ else:
     del __all__
 
 _HOMES = {
+    "GradScaler": "pypipe.grad_scaler",
     "PipelineStage": "pypipe.stage",
     "ProgramError": "pypipe.program",
     "Reduce": "pypipe.runtime.batch.chunk_specs",

@@ -28,7 +28,7 @@ from pypipe.runtime.transport.links.communicators import communicators, max_ctas
 from pypipe.runtime.transport.links.registry import CHOICES
 from pypipe.stage import PipelineStage
 
-__all__ = ["Schedule"]
+__all__ = ["Schedule", "pipeline_of"]
 
 # Read once: a package that is being reinstalled has none for a moment.
 _VERSION = importlib.metadata.version("pypipe")
@@ -344,6 +344,11 @@ class Schedule:
 
     def __exit__(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
         self._pipeline.close(error)
+
+
+def pipeline_of(schedule: Schedule) -> Pipeline:
+    """What runs a schedule on this rank."""
+    return schedule._pipeline
 
 
 def _listed(stages: Any) -> list[PipelineStage]:

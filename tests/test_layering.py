@@ -30,6 +30,7 @@ LAYERS = [
     "pypipe.runtime.step",
     "pypipe.stage",
     "pypipe.base_schedule",
+    "pypipe.grad_scaler",
     "pypipe.schedules",
     "pypipe",
     "pypipe.commands",

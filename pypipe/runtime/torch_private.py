@@ -32,6 +32,7 @@ __all__ = [
     "storage_key",
     "storage_uses",
     "unsafe_view",
+    "unscale",
     "without_modes",
 ]
 
@@ -84,6 +85,14 @@ def without_modes() -> AbstractContextManager[Any]:
     """Turns dispatch modes off, one of which may keep tensors. Without it: nothing is turned off."""
     disabled: AbstractContextManager[Any] = _disable_current_modes()
     return disabled
+
+
+def unscale(gradients: list[Tensor], found: Tensor, factor: Tensor) -> None:
+    """Multiplies gradients by a factor, and makes `found` 1 where one of them is not finite.
+
+    They are of one dtype and on one device, as `found` and `factor` are. Without it: operation by operation.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, factor)
 
 
 def default_store() -> Any:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from compositions_run import RATE, ROWS, WIDTH, Composition, Stage, every, run
 from gradients import grad
 from models import compiled
@@ -87,49 +86,6 @@ def _autocast_in_forward(self: Around, x: Tensor) -> Tensor:
 
 def _float_mse(output: Tensor, target: Tensor) -> Tensor:
     return functional.mse_loss(output.float(), target.float())
-
-
-_SCALE = 1024.0
-
-
-def _poison(modules: list[nn.Module], step: int) -> None:
-    """An overflow on one stage: that of the first rank."""
-    if step == 1 and (first := getattr(modules[0], "is_first", False)):
-        assert first
-        grad(next(modules[0].parameters()))[0] = float("inf")
-
-
-def _scaled(count: int) -> list[nn.Module]:
-    def make(is_first: bool) -> nn.Module:
-        stage: Any = Stage()
-        stage.is_first = is_first
-        return stage
-
-    return [make(number == 0) for number in range(count)]
-
-
-def _scaled_mse(output: Tensor, target: Tensor) -> Tensor:
-    return functional.mse_loss(output, target) * _SCALE
-
-
-def _unscale_together(modules: list[nn.Module], step: int, group: Any) -> None:
-    _poison(modules, step)
-    gradients = [p.grad for module in modules for p in module.parameters() if p.grad is not None]
-    for gradient in gradients:
-        gradient.mul_(1 / _SCALE)
-    bad = torch.tensor(float(not all(gradient.isfinite().all() for gradient in gradients)))
-    dist.all_reduce(bad, dist.ReduceOp.MAX, group=group)
-    if bad == 0:
-        torch.optim.SGD([p for module in modules for p in module.parameters()], lr=RATE).step()
-
-
-def _unscale_by_scaler(modules: list[nn.Module], step: int, group: Any) -> None:
-    _poison(modules, step)
-    scaler = torch.amp.GradScaler("cpu", init_scale=_SCALE)
-    scaler.scale(torch.ones(()))  # makes the scale
-    optimizer = torch.optim.SGD([p for module in modules for p in module.parameters()], lr=RATE)
-    scaler.step(optimizer)
-    scaler.update()
 
 
 # Hooks
@@ -422,9 +378,6 @@ COMPOSITIONS: dict[str, Composition] = {
     ),
     "`autocast` in a forward": Composition(
         _with(_autocast_in_forward), whole=False, loss=_float_mse, dtype=torch.float32, tolerance=1e-5
-    ),
-    "`GradScaler`": Composition(
-        _scaled, loss=_scaled_mse, update=_unscale_together, reference_update=_unscale_by_scaler
     ),
     "forward and backward hooks of modules": Composition(_prepared(_module_hooks)),
     "hooks of tensors": Composition(_with(_tensor_hooks)),

@@ -17,6 +17,8 @@ _TENSOR_PARALLEL = "runtime/transport/test_tensor_parallel.py"
 _REPLICAS = "test_replicated_stages_have_the_gradients_of_one_model"
 _TENSORS = "test_tensor_parallel_stages_have_the_gradients_of_the_whole_model"
 
+_CLIPPING, _SCALING = "runtime/step/test_clipping.py", "runtime/step/test_scaling.py"
+
 # Rows whose cases are in tests of their own: the file, the test, and what the case is called there.
 ELSEWHERE = {
     "`DistributedDataParallel`": (_DATA_PARALLEL, _REPLICAS, "ddp"),
@@ -26,6 +28,8 @@ ELSEWHERE = {
     "`fully_shard` on a mesh of two dimensions (HSDP)": (_DATA_PARALLEL, "test_hybrid_sharding", "hsdp"),
     "`parallelize_module`": (_TENSOR_PARALLEL, _TENSORS, "plain"),
     "`DTensor`s at a boundary": (_TENSOR_PARALLEL, _TENSORS, "partial"),
+    "`schedule.clip_grad_norm_()`": (_CLIPPING, "test_replicas_count_once_and_shards_count_as_one_parameter", "fsdp"),
+    "`pypipe.GradScaler`": (_SCALING, "test_scales_and_parameters_are_those_of_the_unpipelined_model", "module"),
     "`loss_parallel()` around `step()`": (_TENSOR_PARALLEL, "test_a_loss_of_sharded_classes", "ScheduleZBH1"),
 }
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 
 from pypipe import _core
-from pypipe.errors import InputError, PipelineError, PipelineTimeout
+from pypipe.errors import ConfigurationError, InputError, PipelineError, PipelineTimeout
 from pypipe.program import Channel, Program
 from pypipe.runtime.batch.batch import Batch
 from pypipe.runtime.batch.merging import merge
@@ -20,6 +22,7 @@ from pypipe.runtime.diagnostics import failure
 from pypipe.runtime.diagnostics.device_clock import clock_for
 from pypipe.runtime.diagnostics.recorder import Recorder
 from pypipe.runtime.diagnostics.trace import Trace
+from pypipe.runtime.rendezvous.world import World
 from pypipe.runtime.step import between_steps, gradient_norm
 from pypipe.runtime.step.assembly import Running, assemble, identities
 from pypipe.runtime.step.executor import Executor
@@ -27,7 +30,14 @@ from pypipe.runtime.step.refused import refused_now
 from pypipe.runtime.step.settings import Call, Settings
 from pypipe.runtime.transport.connection import Connection
 
-__all__ = ["Pipeline"]
+__all__ = ["Pipeline", "Scaler"]
+
+
+class Scaler(Protocol):
+    """What knows by how much losses are scaled."""
+
+    def get_scale(self) -> float:
+        """The scale, in the current step."""
 
 
 class Pipeline:
@@ -47,6 +57,30 @@ class Pipeline:
         self._has_begun = False  # the current step's actions
         self.busy_seconds = 0.0
         self.step_seconds = 0.0
+        self._scaler: weakref.ref[Scaler] | None = None
+
+    @property
+    def world(self) -> World:
+        """The ranks."""
+        return self._settings.world
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's stages live."""
+        return self._settings.device
+
+    def scale_by(self, scaler: Scaler) -> None:
+        """From now on, losses are multiplied by a scaler's scale, for as long as it lives.
+
+        Raises:
+            ConfigurationError: they are by another one's.
+        """
+        if self._scaler is not None and self._scaler() is not None:
+            raise ConfigurationError(
+                f"{self._settings.where}: this schedule has a GradScaler already, which scales its gradients: use that "
+                "one; load_state_dict() takes over another one's state"
+            )
+        self._scaler = weakref.ref(scaler)
 
     @property
     def program(self) -> Program | None:
@@ -230,9 +264,11 @@ class Pipeline:
             self.first_batch = batch.describe()
         if copies is not None:
             copies.begin()
+        scaler = self._scaler() if self._scaler is not None else None
         for stage in running.stages.values():
             stage.begin(
                 batch,
+                loss_scale=functools.cache(scaler.get_scale) if scaler is not None else None,
                 training=call.training,
                 keep_results=call.return_outputs,
                 with_loss=settings.loss is not None and call.target is not None,

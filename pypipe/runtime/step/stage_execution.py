@@ -134,12 +134,30 @@ class StageExecution:
         self._added = 0  # backwards of which all gradients are in `.grad`
         self._adding: bool | None = False  # now; None: in I, where it depends on the graph
         self._batch: Batch = _NOTHING
+        self._loss_scale: Callable[[], float] | None = None
         self.losses: dict[int, Tensor] = {}
         self.results: dict[int, Any] = {}
 
-    def begin(self, batch: Batch, *, training: bool, keep_results: bool, with_loss: bool) -> None:
-        """Starts a step; the batch is the rank's, so every stage of a rank gets its keyword arguments."""
+    def begin(
+        self,
+        batch: Batch,
+        *,
+        training: bool,
+        keep_results: bool,
+        with_loss: bool,
+        loss_scale: Callable[[], float] | None = None,
+    ) -> None:
+        """Starts a step; the batch is the rank's, so every stage of a rank gets its keyword arguments.
+
+        Args:
+            batch: the rank's.
+            training: whether there are backwards.
+            keep_results: whether outputs are wanted.
+            with_loss: whether losses are.
+            loss_scale: by how much gradients are scaled, in the whole step.
+        """
         self.reset()
+        self._loss_scale = loss_scale
         self._batch = batch
         self._training = training
         self._keep_results = keep_results and self._last
@@ -471,8 +489,9 @@ class StageExecution:
             del self._microbatches[microbatch]
 
     def _weight(self, microbatch: int, share: Share) -> float:
-        """The microbatch's weight in the batch's loss."""
-        return self._batch.weight(microbatch, share) if self._scale_grads else 1.0
+        """The microbatch's weight in the batch's loss, scaled as gradients are to be."""
+        weight = self._batch.weight(microbatch, share) if self._scale_grads else 1.0
+        return weight if self._loss_scale is None else weight * self._loss_scale()
 
 
 def _nothing() -> None:
