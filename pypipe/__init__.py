@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pypipe.runtime.batch.chunk_specs import Reduce, Replicate, TensorChunkSpec
     from pypipe.schedules import *  # noqa: F403
     from pypipe.stage import PipelineStage
+    from pypipe.ties import tie
 
 __version__ = _version("pypipe")
 
@@ -61,6 +62,7 @@ __all__: list[str] = [
     "Replicate",
     "TensorChunkSpec",
     "__version__",
+    "tie",
 ]
 
 # The schedules' names are written down in pypipe.schedules alone. Type checkers read them there; when run, __getattr__
@@ -78,6 +80,7 @@ _HOMES = {
     "Reduce": "pypipe.runtime.batch.chunk_specs",
     "Replicate": "pypipe.runtime.batch.chunk_specs",
     "TensorChunkSpec": "pypipe.runtime.batch.chunk_specs",
+    "tie": "pypipe.ties",
 }
 
 

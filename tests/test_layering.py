@@ -29,6 +29,7 @@ LAYERS = [
     "pypipe.runtime.transport",
     "pypipe.runtime.step",
     "pypipe.stage",
+    "pypipe.ties",
     "pypipe.base_schedule",
     "pypipe.grad_scaler",
     "pypipe.schedules",

@@ -69,8 +69,6 @@ class Composition:
     around_eval: Callable[[], contextlib.AbstractContextManager[Any]] = torch.no_grad
     update: Callable[[list[nn.Module], int, Any], None] = descend
     """What follows a step: called with this rank's modules, the step's number and the pipeline's group."""
-    reference_update: Callable[[list[nn.Module], int, Any], None] | None = None
-    """The same for the unpipelined model, if that is something else; the group is None."""
     after: Callable[[nn.Module, dict[str, Tensor], int], None] = nothing
     """What is done with each module after an update; what it notes is compared."""
     loss: Callable[..., Tensor] = functional.mse_loss
@@ -153,7 +151,7 @@ class _Reference:
         return torch.cat(outputs), losses
 
     def update(self, step: int) -> None:
-        (self._case.reference_update or self._case.update)(self.modules, step, None)
+        self._case.update(self.modules, step, None)
         for module, notes in zip(self.modules, self.notes, strict=True):
             self._case.after(module, notes, step)
 

@@ -9,6 +9,7 @@ from pypipe.errors import ConfigurationError
 from pypipe.program import Program
 from pypipe.runtime.rendezvous.config import Config
 from pypipe.runtime.rendezvous.equal_parameters import compare_parameters
+from pypipe.runtime.rendezvous.equal_ties import compare_ties
 
 __all__ = ["comparison", "held_stages", "pieces"]
 
@@ -71,6 +72,7 @@ def comparison(program: Program | None, mismatch: str | None) -> Callable[[Seque
         assert program is not None
         _require_equal(configs, ["program"])  # last: it follows from the others
         _require_placed(configs, program)
+        compare_ties([config.tied for config in configs], copies=len(program.chains))
         if len(program.chains) > 1:
             compare_parameters(
                 [

@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from pypipe.runtime.rendezvous.equal_ties import Tied
+
 __all__ = ["Config"]
 
 
@@ -30,6 +32,7 @@ class Config:
         state_names: for each stage, a sketch of its `state_dict` keys; see `state_names`.
         data_parallel: for each stage, whether its gradients are reduced and whether its parameters are sharded.
         copies: for each stage, what its parameters are like, where the pipeline holds two copies of the model.
+        ties: the parameters that are one weight with others': the fields of `equal_ties.Tied`.
         link: what PYPIPE_LINK asks for.
         device: the type of device.
         group: whether there is a process group.
@@ -52,10 +55,16 @@ class Config:
     state_names: list[str] = field(default_factory=list)
     data_parallel: list[list[bool]] = field(default_factory=list)
     copies: list[list[Any]] = field(default_factory=list)
+    ties: list[list[Any]] = field(default_factory=list)
     link: str = "auto"
     device: str = "cpu"
     group: bool = False
     host: str = ""
+
+    @property
+    def tied(self) -> list[Tied]:
+        """The `ties`."""
+        return [Tied(*fields) for fields in self.ties]
 
     def encode(self) -> str:
         """As JSON."""

@@ -223,7 +223,7 @@ def meet(
     world: World,
     config: Config,
     compare: Callable[[Sequence[Config]], None],
-    neighbours: Iterable[int],
+    neighbours: Callable[[], Iterable[int]],
     timeout: float,
 ) -> Rendezvous:
     """Meets the other ranks of the pipeline.
@@ -233,7 +233,7 @@ def meet(
         config: what this rank was built with (JSON values).
         compare: looks at all configs and raises ConfigurationError where they do not fit together; it must come to
             the same result on every rank.
-        neighbours: the ranks that this one exchanges messages with.
+        neighbours: returns the ranks that this one exchanges messages with; called after `compare`.
         timeout: seconds.
 
     Raises:
@@ -251,7 +251,7 @@ def meet(
     compare(configs)
     hub = _core.Hub(world.rank)
     try:
-        peers = sorted(set(neighbours))
+        peers = sorted(set(neighbours()))
         if peers:
             secret = bytes.fromhex(read_all(world, prefix, {0: f"{prefix}/secret"}, deadline)[0])
             _connect(world, prefix, configs, peers, secret, hub, deadline)

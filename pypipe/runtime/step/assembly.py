@@ -14,14 +14,17 @@ from pypipe.runtime.rendezvous import agreement
 from pypipe.runtime.rendezvous.collectives import Gatherer
 from pypipe.runtime.rendezvous.config import Config
 from pypipe.runtime.rendezvous.equal_parameters import describe_parameters
+from pypipe.runtime.rendezvous.equal_ties import Tied
 from pypipe.runtime.rendezvous.exchange import refuse
 from pypipe.runtime.rendezvous.state_names import NameClash, find_clash, sketch
+from pypipe.runtime.step.exchanges import Exchanges
 from pypipe.runtime.step.executor import Executor
 from pypipe.runtime.step.fitting import Fitted
 from pypipe.runtime.step.model_copies import ModelCopies
 from pypipe.runtime.step.refused import refused_copy, refused_mesh, refused_module
 from pypipe.runtime.step.settings import Settings
 from pypipe.runtime.step.stage_execution import StageExecution
+from pypipe.runtime.step.tied_parameters import Ties, describe_ties, tie_channels
 from pypipe.runtime.transport.channel import ReceiveChannel, SendChannel
 from pypipe.runtime.transport.connection import Connection, connect
 from pypipe.runtime.transport.local import LocalChannel
@@ -43,6 +46,7 @@ class Running:
         wrapped: which wrappers each of this rank's modules had.
         executors: by whether they train.
         copies: where the pipeline holds two of the model.
+        ties: where parameters of several stages are one weight.
         clash: of names in `state_dict`s, if there is one.
         holds_first, holds_last: whether one of the stages is the first or the last of its chain.
     """
@@ -55,6 +59,7 @@ class Running:
     wrapped: list[list[int]]
     executors: dict[bool, Executor]
     copies: ModelCopies | None
+    ties: Ties | None
     clash: NameClash | None
     holds_first: bool
     holds_last: bool
@@ -94,32 +99,30 @@ def assemble(settings: Settings) -> Running:
         agreement.comparison(program, settings.fitted.mismatch),
         settings.timeout,
         checksum="checksum" in settings.checks,
+        further=lambda configs: tie_channels(program, _ties(configs)) if program is not None else {},
     )
     assert program is not None  # the comparison has seen to it
     fitted = _with_stage_actions(fitted, program, connection.configs)
     rank = settings.world.rank
     held = agreement.held_stages(program, rank, [piece for piece, _ in settings.pieces])
     stages = _make_stages(settings, program, connection, held, wrappers)
-    copies = None
+    trained = {stage: _trained(settings, *settings.pieces[position]) for stage, position in held.items()}
+    exchanges = Exchanges(connection.senders, connection.receivers, connection.issue)
+    ties = copies = None
+    if any(config.ties for config in connection.configs):
+        whole = [stage for stage, position in held.items() if any(not each.shards for each in wrappers[position])]
+        ties = Ties(program, rank, trained, _ties(connection.configs), exchanges, whole)
     if len(program.chains) > 1:
         modules = {stage: settings.pieces[position][1] for stage, position in held.items()}
         replicated = [stage for stage, position in held.items() if wrappers[position]]
-        copies = ModelCopies(
-            program,
-            rank,
-            modules,
-            connection.senders,
-            connection.receivers,
-            settings.loss_module,
-            replicated,
-            connection.issue,
-        )
+        tied = ties.parameters if ties is not None else ()
+        copies = ModelCopies(program, rank, modules, exchanges, settings.loss_module, replicated, tied)
     return Running(
         connection,
         Gatherer(settings.world, connection.prefix),
         fitted,
         stages,
-        {stage: _trained(settings, *settings.pieces[position]) for stage, position in held.items()},
+        trained,
         identities(wrappers),
         {
             training: Executor(verified.program, rank, stages, connection.recorder, connection.issue)
@@ -127,6 +130,7 @@ def assemble(settings: Settings) -> Running:
             if verified is not None
         },
         copies,
+        ties,
         find_clash(settings.pieces, _state_names(connection.configs)),
         any(program.previous_stage(stage) is None for stage in held),
         any(program.next_stage(stage) is None for stage in held),
@@ -156,6 +160,9 @@ def _config(settings: Settings, wrappers: Sequence[Sequence[Wrapper]]) -> Config
         copies=[describe_parameters(*_trained(settings, piece, module)) for piece, module in settings.pieces]
         if copied
         else [],
+        ties=[
+            list(tied) for tied in describe_ties((piece, _trained(settings, piece, m)) for piece, m in settings.pieces)
+        ],
     )
 
 
@@ -164,6 +171,10 @@ def _trained(settings: Settings, piece: int, module: nn.Module) -> list[nn.Modul
     loss = settings.loss_module
     is_last = piece == settings.config.num_stages - 1
     return [module, loss] if is_last and loss is not None else [module]
+
+
+def _ties(configs: Sequence[Config]) -> list[list[Tied]]:
+    return [config.tied for config in configs]
 
 
 def _state_names(configs: Sequence[Config]) -> list[tuple[int, str]]:

@@ -7,16 +7,16 @@ their losses and outputs. This uses separate links, one for each pair of ranks a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pypipe.errors import InputError
-from pypipe.program import Channel, Kind, Program
+from pypipe.program import Program
+from pypipe.runtime.step.exchanges import Exchange, Exchanges
 from pypipe.runtime.torch_private import pytree
-from pypipe.runtime.transport.channel import ReceiveChannel, SendChannel
 
 __all__ = ["ModelCopies"]
 
@@ -33,10 +33,10 @@ class ModelCopies:
         program: with two chains.
         rank: this rank.
         modules: by their stage in the program, those of this rank.
-        senders, receivers: the ends of `pypipe.program.copy_channels` on this rank.
+        exchanges: this rank's, over `pypipe.program.copy_channels`.
         loss: the loss function, where it is a module: its parameters are the last stages' too.
         replicated: the stages whose gradients are reduced among replicas.
-        issue: ends a run of transfers, where they are held back to be issued together.
+        tied: ids of parameters whose gradients `Ties` adds up, those of both copies too.
     """
 
     def __init__(
@@ -44,19 +44,18 @@ class ModelCopies:
         program: Program,
         rank: int,
         modules: Mapping[int, nn.Module],
-        senders: Mapping[Channel, SendChannel],
-        receivers: Mapping[Channel, ReceiveChannel],
+        exchanges: Exchanges,
         loss: nn.Module | None = None,
         replicated: Collection[int] = (),
-        issue: Callable[[], None] | None = None,
+        tied: Collection[int] = (),
     ) -> None:
         self._replicated = {id(p) for stage in replicated for p in modules[stage].parameters()}
         self._before: list[tuple[nn.Parameter, Tensor | None]] = []  # .grad of earlier steps
         self._kept: set[int] = set()  # by id: parameters of the first copy, which keep it in a step
-        self._last: _Exchange | None = None
+        self._last: Exchange | None = None
         # Piece by piece, the same order on both ranks of a pair. A parameter that two stages of a rank share counts
         # for the first of them.
-        self._apart: list[tuple[_Exchange, list[nn.Parameter]]] = []
+        self._apart: list[tuple[Exchange, list[nn.Parameter]]] = []
         self._beside: list[tuple[nn.Parameter, nn.Parameter]] = []
         seen: set[int] = set()
 
@@ -64,7 +63,7 @@ class ModelCopies:
             parameters = list(modules[stage].parameters())
             if loss is not None and program.next_stage(stage) is None:
                 parameters += loss.parameters()
-            return list({id(p): p for p in parameters if p.requires_grad}.values())
+            return list({id(p): p for p in parameters if p.requires_grad and id(p) not in tied}.values())
 
         for a, b in sorted(zip(*(chain.stages for chain in program.chains), strict=True)):
             for mine, other in ((a, b), (b, a)):
@@ -79,8 +78,7 @@ class ModelCopies:
                         pairs = zip(trained(mine), trained(other), strict=True)
                         self._beside += [(p, q) for p, q in pairs if p is not q]
                     continue
-                sender, receiver = senders[Channel(Kind.W, mine, other)], receivers[Channel(Kind.W, other, mine)]
-                exchange = _Exchange(sender, receiver, issue)
+                exchange = exchanges.between(mine, other)
                 self._apart.append((exchange, parameters))
                 if program.next_stage(mine) is None:
                     self._last = exchange
@@ -180,53 +178,6 @@ class ModelCopies:
                 outputs[theirs[turn]] = _copy(exchange.receive())
                 exchange.release()
         losses.update(head["losses"])
-
-
-class _Exchange:
-    """Both ways between the two copies of one piece."""
-
-    def __init__(self, sender: SendChannel, receiver: ReceiveChannel, issue: Callable[[], None] | None) -> None:
-        self._sender = sender
-        self._receiver = receiver
-        self._issue = issue
-        self._sent = self._received = 0
-        self._slot: Any = None
-
-    def begin(self, tree: Any, *, answered: bool = True) -> None:
-        """Sends a tree.
-
-        Args:
-            tree: the tree.
-            answered: whether the other end sends one at the same time.
-        """
-        self._sender.send(tree, self._sent, 0, 0)
-        self._sent = (self._sent + 1) % (1 << 31)
-        if answered:  # after the send: over NCCL to post is to wait until the other end sends
-            self._receiver.post(0)
-        if self._issue is not None:
-            self._issue()
-        self._sender.issued()
-
-    def expect(self) -> None:
-        """Begins where only the other end sends a tree."""
-        self._receiver.post(0)
-        if self._issue is not None:
-            self._issue()
-
-    def receive(self) -> Any:
-        """The next tree, in a slot."""
-        self._slot = self._receiver.receive(self._received, training=False)
-        self._received = (self._received + 1) % (1 << 31)
-        return self._slot.tree
-
-    def finish(self) -> None:
-        """From now on what was sent may be overwritten."""
-        self._sender.finish()
-
-    def release(self) -> None:
-        """Gives the last tree's slot back."""
-        self._slot.give_back()
-        self._slot = None
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[Part]]:

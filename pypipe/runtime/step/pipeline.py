@@ -170,6 +170,8 @@ class Pipeline:
                 stage: [p for module in modules for p in module.parameters()] for stage, modules in held.items()
             }
             counted = gradient_norm.of_first_copy(program, self._settings.world.rank, of_stages)
+            if self._running.ties is not None:
+                counted = (counted - self._running.ties.parameters) | self._running.ties.counted
             parameters = [p for listed in of_stages.values() for p in listed]
         others = [p for p in others if all(p is not parameter for parameter in parameters)]
         parameters = list({id(p): p for p in (*parameters, *others)}.values())
@@ -262,6 +264,9 @@ class Pipeline:
         )
         if self.first_batch is None:
             self.first_batch = batch.describe()
+        ties = running.ties if call.training else None
+        if ties is not None:
+            ties.begin()
         if copies is not None:
             copies.begin()
         scaler = self._scaler() if self._scaler is not None else None
@@ -283,6 +288,8 @@ class Pipeline:
         result = self._results(running, call, batch.rows)
         if copies is not None:
             copies.finish()
+        if ties is not None:
+            ties.finish()
         for sender in running.connection.senders.values():
             sender.finish()
         return result
@@ -291,6 +298,8 @@ class Pipeline:
         """Ends a step that failed, on every rank; returns what the caller is to see."""
         if running.copies is not None:
             running.copies.abandon()
+        if running.ties is not None:
+            running.ties.abandon()
         left = [text for stage in running.stages.values() for text in stage.abandon()] if self._has_begun else []
         executor = running.executors[call.training] if self._has_begun else None
         try:

@@ -47,6 +47,7 @@ def connect(
     timeout: float,
     *,
     checksum: bool = False,
+    further: Callable[[Sequence[Config]], Mapping[Channel, Link]] | None = None,
 ) -> Connection:
     """Meets the other ranks of the pipeline and opens the links to them.
 
@@ -60,6 +61,8 @@ def connect(
         compare: raises ConfigurationError where configs do not fit together.
         timeout: seconds that any wait may take.
         checksum: whether messages carry checksums; the same on all ranks.
+        further: the channels, and their links, that follow from what the ranks were built with, called after `compare`;
+            for messages of which one is in use at a time.
 
     Raises:
         ConfigurationError: the ranks do not fit together, or a link cannot be opened.
@@ -79,25 +82,28 @@ def connect(
         multiprocessors=multiprocessors(device, choice),
         group=world.group is not None,
     )
-    links = {channel: links[channel] for channel in sorted(links)}
-    peers = {rank for link in links.values() if world.rank in _ends(link) for rank in _ends(link)}
-    # News travels round the ring in both directions, so that one stopped rank does not keep it from the others.
-    peers |= {(world.rank + 1) % world.size, (world.rank - 1) % world.size}
     ways: dict[Link, type[Transport]] = {}
+    more: dict[Channel, Link] = {}
 
     def fit(configs: Sequence[Config]) -> None:
         compare(configs)
-        ways.update(_transports(links.values(), configs, checksum))
+        more.update(further(configs) if further is not None else {})
+        ways.update(_transports((*links.values(), *more.values()), configs, checksum))
 
-    rendezvous = meet(world, config, fit, peers - {world.rank}, timeout)
+    def neighbours() -> set[int]:
+        peers = {rank for link in ways if world.rank in _ends(link) for rank in _ends(link)}
+        # News travels round the ring in both directions, so that one stopped rank does not keep it from the others.
+        return (peers | {(world.rank + 1) % world.size, (world.rank - 1) % world.size}) - {world.rank}
+
+    rendezvous = meet(world, config, fit, neighbours, timeout)
     connection = Connection(world, rendezvous, _recorder(world.rank, rendezvous.identity))
     connection.start()
     try:
         wait_policy = connection.wait_policy(timeout)
-        slots = slots_of(any(way.synchronous for way in ways.values()))
+        slots = dict.fromkeys(more, 2) | dict(slots_of(any(way.synchronous for way in ways.values())))
         places = [
             Place(channel, link, number, slots[channel], checksum)
-            for number, (channel, link) in enumerate(links.items())
+            for number, (channel, link) in enumerate(sorted({**more, **links}.items()))
         ]
         connection.open(places, ways, device, wait_policy)
     except BaseException as error:
