@@ -130,11 +130,11 @@ def shared_objects(rank: int, size: int, group: Any, name: str) -> list[str]:
     found = []
     for tied in (False, True):
         reference = _model(transparency.count_stages(name, size), 2)
-        pieces = transparency.pieces_of(name, rank, size)
         modules = _apart(reference)
-        if len(modules) - 1 in pieces and 0 in pieces:
-            modules[-1].projection = modules[0].table
         built = transparency.build(rank, size, group, name, modules, 4, loss_fn=functional.cross_entropy, timeout=20)
+        by_piece = dict(built.held)
+        if {0, len(modules) - 1} <= by_piece.keys():
+            by_piece[len(modules) - 1].projection = by_piece[0].table
         if tied:
             _tie([module for _, module in built.held])
         for _ in range(2):
@@ -172,11 +172,11 @@ def replicas(rank: int, size: int, group: Any, name: str, wrapper: str) -> list[
             find_unused_parameters=wrapper == "find_unused",
         )
 
-    modules = [wrap(module) if number in pieces else module for number, module in enumerate(_apart(reference))]
-    built = transparency.build(
-        place, 2, mesh["pp"].get_group(), name, modules, 4, loss_fn=functional.cross_entropy, timeout=20
-    )
-    held = [module for _, module in built.held]
+    own = [(piece, wrap(_apart(reference)[piece])) for piece in pieces]
+    group = mesh["pp"].get_group()
+    stages = [pypipe.PipelineStage(module, piece, len(reference), group=group) for piece, module in own]
+    schedule = getattr(pypipe, name)(stages if len(stages) > 1 else stages[0], 4, functional.cross_entropy, timeout=20)
+    held = [module for _, module in own]
     _tie(held)
     optimizer = torch.optim.SGD([p for module in held for p in module.parameters()], lr=0.1)
     their_optimizer = torch.optim.SGD({p for module in reference for p in module.parameters()}, lr=0.1)
@@ -190,10 +190,10 @@ def replicas(rank: int, size: int, group: Any, name: str, wrapper: str) -> list[
             batches = [_batch() for _ in range(2)]
             with no_sync(held) if number < 2 and step % 2 else contextlib.nullcontext():
                 x, y = batches[replica]
-                built.schedule.step(x, target=y)
+                schedule.step(x, target=y)
             for x, y in batches:
                 (functional.cross_entropy(unpipelined(reference, x), y) / 2).backward()
-        for piece, module in built.held:
+        for piece, module in own:
             for (which, a), b in zip(module.named_parameters(), reference[piece].parameters(), strict=True):
                 gradient = None if a.grad is None else whole(a.grad)
                 if not transparency.difference(gradient, b.grad) <= transparency.TOLERANCE:
@@ -202,7 +202,7 @@ def replicas(rank: int, size: int, group: Any, name: str, wrapper: str) -> list[
         their_optimizer.step()
         optimizer.zero_grad()
         their_optimizer.zero_grad()
-    built.schedule.close()
+    schedule.close()
     return found
 
 
