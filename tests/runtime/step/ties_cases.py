@@ -125,6 +125,11 @@ def train(rank: int, size: int, group: Any, name: str, n_uses: int) -> tuple[lis
     return bits, found
 
 
+def train_many(rank: int, size: int, group: Any, cases: list[tuple[str, int]]) -> list[str]:
+    """What differs in any of these cases."""
+    return [text for name, n_uses in cases for text in train(rank, size, group, name, n_uses)[1]]
+
+
 def shared_objects(rank: int, size: int, group: Any, name: str) -> list[str]:
     """Two stages of a rank share the parameter itself, and it is tied as well, or not at all."""
     found = []

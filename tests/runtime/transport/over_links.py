@@ -1,4 +1,4 @@
-"""Replicated, sharded and tensor-parallel stages over a link that is asked for."""
+"""Replicated, sharded, tensor-parallel and tied stages over a link that is asked for."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from unittest.mock import patch
 import data_parallel_cases
 import nccl_cases
 import tensor_parallel_cases
+import ties_cases
 
-STAGES = {"data": data_parallel_cases, "tensor": tensor_parallel_cases}
+STAGES: dict[str, Any] = {"data": data_parallel_cases, "tensor": tensor_parallel_cases, "ties": ties_cases}
 
 
 def train_many(rank: int, size: int, group: Any, link: str, kind: str, cases: list[Any]) -> list[str]:
@@ -18,7 +19,8 @@ def train_many(rank: int, size: int, group: Any, link: str, kind: str, cases: li
     train = STAGES[kind].train_many
     if link != "nccl":
         with patch.dict(os.environ, {"PYPIPE_LINK": link}):
-            return train(rank, size, group, cases)
+            found: list[str] = train(rank, size, group, cases)
+            return found
     emulator, compute = nccl_cases.control(), nccl_cases.compute_stream()
     emulator.reset_counters()
     emulator.set("seed", rank)

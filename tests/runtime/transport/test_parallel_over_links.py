@@ -1,4 +1,4 @@
-"""Over other links, too, gradients of replicated and tensor-parallel stages are those of one model."""
+"""Over other links, too, gradients of replicated, tensor-parallel and tied stages are those of one model."""
 
 from __future__ import annotations
 
@@ -36,3 +36,10 @@ def test_replicated_stages(over: RankPool, link: str, schedule: str) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_tensor_parallel_stages(over: RankPool, link: str, schedule: str) -> None:
     _check(over, link, "tensor", [TensorCase(schedule, style) for style in ("plain", "residual", "to_local", "shard")])
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("link", ["c10d", "nccl"])
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "ScheduleDualPipe"])
+def test_tied_parameters(over: RankPool, link: str, schedule: str) -> None:
+    _check(over, link, "ties", [(schedule, 2), (schedule, 3)])
