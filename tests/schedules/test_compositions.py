@@ -18,6 +18,7 @@ _REPLICAS = "test_replicated_stages_have_the_gradients_of_one_model"
 _TENSORS = "test_tensor_parallel_stages_have_the_gradients_of_the_whole_model"
 
 _CLIPPING, _SCALING = "runtime/step/test_clipping.py", "runtime/step/test_scaling.py"
+_TIES = "runtime/step/test_ties.py"
 
 # Rows whose cases are in tests of their own: the file, the test, and what the case is called there.
 ELSEWHERE = {
@@ -28,6 +29,7 @@ ELSEWHERE = {
     "`fully_shard` on a mesh of two dimensions (HSDP)": (_DATA_PARALLEL, "test_hybrid_sharding", "hsdp"),
     "`parallelize_module`": (_TENSOR_PARALLEL, _TENSORS, "plain"),
     "`DTensor`s at a boundary": (_TENSOR_PARALLEL, _TENSORS, "partial"),
+    "one weight in several stages (`pypipe.tie`)": (_TIES, "test_replicated_and_sharded_stages", "ddp"),
     "`schedule.clip_grad_norm_()`": (_CLIPPING, "test_replicas_count_once_and_shards_count_as_one_parameter", "fsdp"),
     "`pypipe.GradScaler`": (_SCALING, "test_scales_and_parameters_are_those_of_the_unpipelined_model", "module"),
     "`loss_parallel()` around `step()`": (_TENSOR_PARALLEL, "test_a_loss_of_sharded_classes", "ScheduleZBH1"),

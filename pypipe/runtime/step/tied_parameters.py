@@ -128,6 +128,7 @@ class Ties:
         replicated: Collection[int] = (),
     ) -> None:
         self._weights: list[_Weight] = []
+        self._modules = [module for held in modules.values() for module in held]
         self._replicated: set[int] = set()
         self._before: list[tuple[nn.Parameter, Tensor | None]] = []  # .grad of earlier steps
         ranks_of = _ranks_of(ties)
@@ -140,14 +141,13 @@ class Ties:
             weight = _Weight(key, ranks_of[key], with_peers)
             for stage in sorted(modules, key=lambda stage: (program.piece_of(stage), stage)):
                 for parameter in (p for module in modules[stage] for p in module.parameters()):
-                    if getattr(parameter, TIE, None) != key or not parameter.requires_grad:
+                    if getattr(parameter, TIE, None) != key:
                         continue
                     if stage in replicated:
                         self._replicated.add(id(parameter))
                     if all(parameter is not one for one in weight.parameters):
                         weight.parameters.append(parameter)
-            if weight.parameters:
-                self._weights.append(weight)
+            self._weights.append(weight)
         self.parameters = frozenset(id(p) for weight in self._weights for p in weight.parameters)
         """The ids of this rank's tied parameters."""
         self.counted = frozenset(id(w.parameters[0]) for w in self._weights if w.ranks[0] == rank)
@@ -158,9 +158,20 @@ class Ties:
 
         There it stays where it is, and this step's gradients are added to it: where earlier steps were not reduced
         among replicas (no_sync()), this step's reduction reduces what there is of them too.
+
+        Raises:
+            InputError: a tied parameter was replaced, or has a hook that wants the whole gradient in the backward.
         """
+        there = {id(parameter) for module in self._modules for parameter in module.parameters()}
         for weight in self._weights:
             for parameter in weight.parameters:
+                # fully_shard's are others while they are gathered.
+                if id(parameter) not in there and not hasattr(parameter, "device_mesh"):
+                    raise InputError(
+                        f"a parameter that is tied as {weight.key!r} is no longer in its stage: another one has taken "
+                        "its place since the first step, which is not tied. Load by load_state_dict() without "
+                        "assign=True, or tie the new one and build a new schedule, on every rank"
+                    )
                 if getattr(parameter, "_post_accumulate_grad_hooks", None):
                     raise InputError(
                         f"a parameter that is tied as {weight.key!r} has a hook that runs as soon as its gradient is "

@@ -58,6 +58,7 @@ def test_replicated_and_sharded_stages(ranks: RankPool, schedule: str, wrapper: 
         ("frozen", ["ConfigurationError", "frozen", "rank 0", "rank 1"]),
         ("one only", ["ConfigurationError", "only table of stage 0", "same key"]),
         ("copied", ["ConfigurationError", "only projection of stage 1", "deepcopy"]),
+        ("replaced", ["InputError", "tied as 'table'", "assign=True"]),
         ("hook", ["InputError", "tied as 'table'", "after step()"]),
     ],
 )

@@ -99,6 +99,8 @@ def train(rank: int, size: int, group: Any, name: str, n_uses: int) -> tuple[lis
         for module in (*held, *reference):
             if isinstance(module, Head):
                 module.uses = step % 4 != 3
+            if n_uses > 2 and (parameter := _shared(module)) is not None:
+                parameter.requires_grad_(step not in (0, 5))  # frozen when the ranks meet, and once later
         for _ in range(1 + step % 2):
             x, y = _batch()
             built.schedule.step(x, target=y)
@@ -242,6 +244,10 @@ def refused(rank: int, size: int, group: Any, case: str) -> str:
     schedule = pypipe.Schedule1F1B(stage, 2, functional.cross_entropy, timeout=20)
     x, y = _batch()
     try:
+        if case == "replaced":
+            schedule.step(x, target=y)
+            if first:
+                module.table = nn.Parameter(parameter.detach().clone())
         schedule.step(x, target=y)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
