@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -152,6 +153,18 @@ def dtypes(rank: int, size: int, group: Any) -> list[Any]:
     schedule.clip_grad_norm_(0.0, parameters=[further])
     schedule.close()
     return [str(norm.dtype), float(without), float(norm), squares, float(further.grad)]
+
+
+def busy(rank: int, size: int, group: Any) -> float:
+    """A rank is busy for longer than the timeout, and says so."""
+    torch.manual_seed(5)
+    stage = pypipe.PipelineStage(Block(WIDTH), rank, size, group=group)
+    with pypipe.Schedule1F1B(stage, 2, functional.mse_loss, timeout=2) as schedule:
+        schedule.step(torch.randn(4, WIDTH), target=torch.randn(4, WIDTH))
+        if rank == 1:
+            with schedule.busy("looking at gradients"):
+                time.sleep(4.5)
+        return float(schedule.clip_grad_norm_(1.0))
 
 
 def wrong(rank: int, size: int, group: Any, case: str) -> list[str]:

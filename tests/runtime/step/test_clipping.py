@@ -75,3 +75,8 @@ def test_what_cannot_be_is_an_error_on_every_rank(ranks: RankPool, case: str, wo
             assert word in said[0], (case, said)
     if case in ("not finite", "no norm"):  # the schedule goes on
         assert results[0][1] == results[1][1] == "nothing"
+
+
+def test_a_rank_that_is_busy_is_waited_for(ranks: RankPool) -> None:
+    a, b = ranks.run(2, clipping_cases.busy)
+    assert a == b
