@@ -281,13 +281,13 @@ class Schedule:
 
         Raises:
             NonFiniteError: the norm is not finite, and `error_if_nonfinite`; gradients are untouched.
-            InputError: there has been no step, or the norm is none.
+            InputError: there has been no step, the norm is none, or a gradient is sparse.
             MismatchError: the ranks make different calls.
             PipelineTimeout: a rank did not make this call within `timeout`.
             PeerLost: a rank has ended, or closed its schedule.
         """
         return self._pipeline.clip_grad_norm_(
-            max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, foreach=foreach, others=parameters
+            max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, foreach=foreach, others=list(parameters)
         )
 
     @contextlib.contextmanager

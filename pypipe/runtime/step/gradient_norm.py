@@ -12,14 +12,15 @@ from torch import Tensor, nn
 
 from pypipe.errors import InputError, NonFiniteError
 from pypipe.program import Program
+from pypipe.runtime.step.tied_parameters import Ties
 
-__all__ = ["Gather", "clip", "of_first_copy"]
+__all__ = ["Gather", "clip", "listed"]
 
 Values = list[float | str]
 Gather = Callable[[str, Callable[[], Values]], list[Values]]
 
 
-def of_first_copy(program: Program, rank: int, parameters: Mapping[int, Iterable[nn.Parameter]]) -> set[int]:
+def _of_first_copy(program: Program, rank: int, parameters: Mapping[int, Iterable[nn.Parameter]]) -> set[int]:
     """The ids of those parameters of this rank that count, where the pipeline may hold two copies of the model.
 
     A parameter that two stages of the rank share counts where the first copy of the first of their pieces is.
@@ -39,6 +40,32 @@ def of_first_copy(program: Program, rank: int, parameters: Mapping[int, Iterable
                 if stage == copies[0]:
                     counted |= new
     return counted
+
+
+def listed(
+    program: Program,
+    rank: int,
+    modules: Mapping[int, Sequence[nn.Module]],
+    ties: Ties | None,
+    others: Sequence[Tensor],
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The parameters of a rank, each once, and those of them that count in the norm.
+
+    Args:
+        program: what runs.
+        rank: this rank.
+        modules: those whose parameters each of its stages trains.
+        ties: where parameters of several stages are one weight.
+        others: parameters of this rank that are in none of its stages.
+    """
+    of_stages = {stage: [p for module in each for p in module.parameters()] for stage, each in modules.items()}
+    counted = _of_first_copy(program, rank, of_stages)
+    if ties is not None:
+        counted = (counted - ties.parameters) | ties.counted
+    known = {id(p) for parameters in of_stages.values() for p in parameters}
+    counted |= {id(p) for p in others} - known
+    parameters = list({id(p): p for p in (*(p for each in of_stages.values() for p in each), *others)}.values())
+    return parameters, [p for p in parameters if id(p) in counted]
 
 
 @torch.no_grad()
@@ -67,7 +94,7 @@ def clip(
 
     Raises:
         NonFiniteError: on every rank: it is not finite, and `error_if_nonfinite`.
-        InputError: another norm_type.
+        InputError: another norm_type, or a sparse gradient.
     """
     norm_type = float(norm_type)
     if not norm_type > 0:
@@ -75,6 +102,11 @@ def clip(
 
     def mine() -> Values:
         found: Values = []
+        if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters):
+            raise InputError(
+                "clip_grad_norm_() takes no sparse gradients, as torch's does not: leave sparse=True out of the "
+                "embedding"
+            )
         for group in _alike(counted).values():
             gradients = [gradient for _, gradient in group]
             found += [str(gradients[0].dtype).removeprefix("torch."), _norm(gradients, norm_type, foreach)]

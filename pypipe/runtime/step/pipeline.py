@@ -7,7 +7,7 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -155,30 +155,20 @@ class Pipeline:
         *,
         error_if_nonfinite: bool,
         foreach: bool | None,
-        others: Iterable[torch.Tensor],
+        others: Sequence[torch.Tensor],
     ) -> torch.Tensor:
         """Clips the gradients of all stages by one norm; see `gradient_norm.clip`.
 
         Args:
             others: parameters of this rank that are in none of its stages.
         """
-        counted: set[int] = set()
-        parameters: list[torch.Tensor] = []
-        if self._running is not None and (program := self.program) is not None:
-            held = {stage: self._running.modules[stage] for stage in self._running.stages}
-            of_stages = {
-                stage: [p for module in modules for p in module.parameters()] for stage, modules in held.items()
-            }
-            counted = gradient_norm.of_first_copy(program, self._settings.world.rank, of_stages)
-            if self._running.ties is not None:
-                counted = (counted - self._running.ties.parameters) | self._running.ties.counted
-            parameters = [p for listed in of_stages.values() for p in listed]
-        others = [p for p in others if all(p is not parameter for parameter in parameters)]
-        parameters = list({id(p): p for p in (*parameters, *others)}.values())
-        counted |= {id(p) for p in others}
+        parameters, counted = list(others), list(others)
+        if (running := self._running) is not None and running.program is not None:
+            rank = self._settings.world.rank
+            parameters, counted = gradient_norm.listed(running.program, rank, running.modules, running.ties, others)
         return gradient_norm.clip(
             parameters,
-            [p for p in parameters if id(p) in counted],
+            counted,
             max_norm,
             norm_type,
             error_if_nonfinite=error_if_nonfinite,

@@ -200,6 +200,10 @@ def wrong(rank: int, size: int, group: Any, case: str) -> list[str]:
             calls = [lambda: schedule.clip_grad_norm_(1.0, 1.0 + rank)]
         case "a peer has closed":
             calls = [clip] if rank == 0 else [schedule.close]
+        case "sparse":
+            table = nn.Parameter(torch.zeros(2, 2))
+            table.grad = torch.zeros(2, 2).to_sparse()
+            calls = [lambda: schedule.clip_grad_norm_(1.0, parameters=[table] if rank == 1 else [])]
         case "an error on one rank":
             bad = nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
             bad.grad = torch.zeros(2, dtype=torch.int64)

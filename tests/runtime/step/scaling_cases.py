@@ -165,6 +165,10 @@ def replicas(rank: int, size: int, group: Any, cases: list[Case]) -> list[str]:
             before = [p.detach().clone() for _, module in trained.held for p in module.parameters()]
             trained.step(step)
             bad = step == 1
+            if trained.partial:  # the averages of what nothing wraps are not this rank's
+                for module in (*(module for _, module in trained.held), *trained.reference):
+                    shift: Any = module.shift
+                    shift.grad.zero_()
             if bad and rank == size - 1:
                 shards = [p.grad for _, m in trained.held for p in m.parameters() if p.grad is not None]
                 local = [g.to_local() if isinstance(g, DTensor) else g for g in shards]

@@ -64,6 +64,7 @@ def test_the_norm_has_the_widest_dtype_and_further_parameters_count(ranks: RankP
         ("one rank steps on", [["Pipeline", "rank 1"], ["Pipeline", "rank 0"]]),
         ("another norm", [["MismatchError", "norm_type=1", "norm_type=2"]] * 2),
         ("a peer has closed", [["PeerLost", "rank 1", "every rank"], ["nothing"]]),
+        ("sparse", [["RemoteStageError", "rank 1", "sparse=True"], ["InputError", "sparse=True"]]),
         ("an error on one rank", [["RemoteStageError", "rank 1", "clip_grad_norm_"], ["RuntimeError"]]),
     ],
 )

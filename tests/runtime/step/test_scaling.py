@@ -39,7 +39,7 @@ def test_one_scaler_for_two_schedules(ranks: RankPool) -> None:
 
 
 def test_an_overflow_in_one_shard_stops_all(ranks: RankPool) -> None:
-    cases = [Case("ScheduleInterleaved1F1B v=2", wrapper, 3, 5) for wrapper in ("fsdp", "fsdp_nested")]
+    cases = [Case("ScheduleInterleaved1F1B v=2", wrapper, 3, 5) for wrapper in ("fsdp", "fsdp_nested", "fsdp_inside")]
     cases.append(Case("ScheduleZBH1", "hsdp", 3, 5, 1))
     found = [text for texts in ranks.run(4, scaling_cases.replicas, cases) for text in texts]
     assert not found, "\n".join(found)
