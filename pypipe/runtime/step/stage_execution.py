@@ -137,8 +137,16 @@ class StageExecution:
         self.losses: dict[int, Tensor] = {}
         self.results: dict[int, Any] = {}
 
-    def begin(self, batch: Batch, *, training: bool, keep_results: bool, with_loss: bool) -> None:
-        """Starts a step; the batch is the rank's, so every stage of a rank gets its keyword arguments."""
+    def begin(self, batch: Batch, run: int, *, keep_results: bool, with_loss: bool) -> None:
+        """Starts a step.
+
+        Args:
+            batch: the rank's, so every stage of a rank gets its keyword arguments.
+            run: 2 M, and 1 more in eval().
+            keep_results: whether the last stage's outputs are wanted.
+            with_loss: whether the last stage computes losses.
+        """
+        training = run % 2 == 0
         self.reset()
         self._batch = batch
         self._training = training
@@ -152,7 +160,7 @@ class StageExecution:
         channels += [self._receive_backward, self._send_backward] if training else []
         for channel in channels:
             if isinstance(channel, (ReceiveChannel, SendChannel)):
-                channel.begin(training=training)
+                channel.begin(run)
         if training and (self._receive_forward is not None or self._gradients is not None):
             self._new_gradients.begin(batch.leaves)
 
@@ -295,7 +303,9 @@ class StageExecution:
             self.losses[microbatch] = owned(loss, received)
         if self._keep_results:
             # What cannot be merged is an error of this step on every rank.
-            if not self.results:
+            if not self._batch.merges:
+                pass
+            elif not self.results:
                 require_mergeable(output, self._batch.merge_spec)
             else:
                 require_alike(next(iter(self.results.values())), output, microbatch, self._batch.merge_spec)
