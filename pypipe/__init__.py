@@ -31,6 +31,7 @@ from pypipe.runtime.environment import misspelt
 
 if TYPE_CHECKING:
     from pypipe import schedules
+    from pypipe.inside_stage import Microbatch, add_loss, microbatch
     from pypipe.program import ProgramError
     from pypipe.runtime.batch.chunk_specs import Reduce, Replicate, TensorChunkSpec
     from pypipe.schedules import *  # noqa: F403
@@ -46,6 +47,7 @@ __all__: list[str] = [
     "CorruptionError",
     "InputError",
     "LayoutError",
+    "Microbatch",
     "MismatchError",
     "NameClashWarning",
     "NonFiniteError",
@@ -59,6 +61,8 @@ __all__: list[str] = [
     "Replicate",
     "TensorChunkSpec",
     "__version__",
+    "add_loss",
+    "microbatch",
 ]
 
 # The schedules' names are written down in pypipe.schedules alone. Type checkers read them there; when run, __getattr__
@@ -70,11 +74,14 @@ else:
     del __all__
 
 _HOMES = {
+    "Microbatch": "pypipe.inside_stage",
     "PipelineStage": "pypipe.stage",
     "ProgramError": "pypipe.program",
     "Reduce": "pypipe.runtime.batch.chunk_specs",
     "Replicate": "pypipe.runtime.batch.chunk_specs",
     "TensorChunkSpec": "pypipe.runtime.batch.chunk_specs",
+    "add_loss": "pypipe.inside_stage",
+    "microbatch": "pypipe.inside_stage",
 }
 
 

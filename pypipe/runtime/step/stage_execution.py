@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from pypipe.runtime.batch.batch import Batch, ChunkSpecs, Share
 from pypipe.runtime.batch.merging import require_alike, require_mergeable
 from pypipe.runtime.data_parallel.wrappers import Wrapper
 from pypipe.runtime.diagnostics.checks import require_finite
+from pypipe.runtime.step.current import Current, set_current
 from pypipe.runtime.step.losses import Losses
 from pypipe.runtime.step.microbatch_state import MicrobatchState, detached, owned
 from pypipe.runtime.step.new_gradients import NewGradients
@@ -120,6 +122,8 @@ class StageExecution:
 
     def reset(self) -> None:
         """Forgets everything about a step, even a failed one."""
+        set_current(None)
+        self._count = 0  # of microbatches
         self._replicas_began = False
         for wrapper in self._wrappers:
             wrapper.end()
@@ -148,6 +152,7 @@ class StageExecution:
         """
         training = run % 2 == 0
         self.reset()
+        self._count = run // 2
         self._batch = batch
         self._training = training
         self._keep_results = keep_results and self._last
@@ -241,9 +246,12 @@ class StageExecution:
             tree = received.tree
             args = tuple(tree) if isinstance(tree, (tuple, list)) else (tree,)
             received.tree = tree = None
-        kept = self._microbatches[microbatch] = MicrobatchState(share, received)
+        weight = partial(self._weight, microbatch, share)
+        now = Current(microbatch, self._count, share.rows if share.batch_rows else None, weight)
+        kept = self._microbatches[microbatch] = MicrobatchState(share, received, now)
         start = time.perf_counter()
         kwargs = batch.kwargs(microbatch, share)
+        set_current(kept.current)
         try:
             output = self._module(*args, **kwargs)
         except TypeError as error:
@@ -355,6 +363,7 @@ class StageExecution:
         kept.weight_work = None
         start = time.perf_counter()
         self._adding = True
+        set_current(kept.current)
         work.run()
         self._adding = False
         self._added += 1
@@ -371,6 +380,7 @@ class StageExecution:
         roots, gradients = self._roots(microbatch, kept)
         received = kept.input
         start = time.perf_counter()
+        set_current(kept.current)  # for what recomputes its forward
         try:
             if roots and split:
                 of_batch = self._batch.leaves
