@@ -32,6 +32,7 @@ from pypipe.runtime.environment import misspelt
 if TYPE_CHECKING:
     from pypipe import schedules
     from pypipe.grad_scaler import GradScaler
+    from pypipe.inside_stage import Microbatch, add_loss, microbatch
     from pypipe.program import ProgramError
     from pypipe.runtime.batch.chunk_specs import Reduce, Replicate, TensorChunkSpec
     from pypipe.schedules import *  # noqa: F403
@@ -49,6 +50,7 @@ __all__: list[str] = [
     "GradScaler",
     "InputError",
     "LayoutError",
+    "Microbatch",
     "MismatchError",
     "NameClashWarning",
     "NonFiniteError",
@@ -62,6 +64,8 @@ __all__: list[str] = [
     "Replicate",
     "TensorChunkSpec",
     "__version__",
+    "add_loss",
+    "microbatch",
     "tie",
 ]
 
@@ -75,12 +79,15 @@ else:
 
 _HOMES = {
     "GradScaler": "pypipe.grad_scaler",
+    "Microbatch": "pypipe.inside_stage",
     "PipelineStage": "pypipe.stage",
     "ProgramError": "pypipe.program",
     "Reduce": "pypipe.runtime.batch.chunk_specs",
     "Replicate": "pypipe.runtime.batch.chunk_specs",
     "TensorChunkSpec": "pypipe.runtime.batch.chunk_specs",
     "tie": "pypipe.ties",
+    "add_loss": "pypipe.inside_stage",
+    "microbatch": "pypipe.inside_stage",
 }
 
 

@@ -21,7 +21,7 @@ from pypipe.runtime.environment import read
 from pypipe.runtime.rendezvous.config import Config
 from pypipe.runtime.rendezvous.exchange import refuse
 from pypipe.runtime.rendezvous.world import World, find_world
-from pypipe.runtime.step.fitting import fit
+from pypipe.runtime.step.fitting import Fitted, fit
 from pypipe.runtime.step.pipeline import Pipeline
 from pypipe.runtime.step.settings import Call, Settings
 from pypipe.runtime.transport.links.communicators import communicators, max_ctas
@@ -110,7 +110,11 @@ class Schedule:
             read("PYPIPE_LINK", CHOICES)
             of_ranks, ctas = communicators(), max_ctas()
             training = loss_fn is not None
-            fitted = fit(program, world.size, num_stages, n_microbatches, options, training=training)
+
+            def refit(count: int) -> Fitted:
+                return fit(program, world.size, num_stages, count, options, training=training)
+
+            fitted = refit(n_microbatches)
         except ValueError as error:
             indices = ", ".join(str(stage.stage_index) for stage in given)
             where = f"rank {world.rank}, stage{'s' * (len(given) > 1)} {indices}"
@@ -120,6 +124,7 @@ class Schedule:
             device=device,
             pieces=[(stage.stage_index, stage.submod) for stage in given],
             fitted=fitted,
+            refit=refit,
             config=Config(
                 version=_VERSION,
                 num_stages=num_stages,
@@ -190,6 +195,10 @@ class Schedule:
         losses: list[Any] | None = None,
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
+        n_microbatches: int | None = None,
+        arg_mbs: Sequence[tuple[Any, ...]] | None = None,
+        kwarg_mbs: Sequence[dict[str, Any]] | None = None,
+        target_mbs: Sequence[Any] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Trains one batch: forwards, losses and backwards of all microbatches. Gradients add up in `.grad`.
@@ -205,10 +214,17 @@ class Schedule:
             return_outputs: whether the rank of the last stage keeps and returns the outputs.
             loss_kwargs: further keyword arguments of loss_fn, whole; weights of the batch's rows need a
                 loss_kwargs_chunk_spec.
+            n_microbatches: M of this call, where it is not the schedule's; on every rank the same. The first call with
+                an M that takes more slots than there are connects the ranks anew.
+            arg_mbs, kwarg_mbs, target_mbs: in the place of args, kwargs and target, a list of M microbatches: tuples
+                of positional arguments, dicts of keyword arguments, targets. They may differ in length; each counts
+                in the mean by its rows. A rank that gets none of them is told M by `n_microbatches`, unless it is the
+                schedule's.
             kwargs: the keyword arguments of each of this rank's stages, for the whole batch.
 
         Returns:
-            On the rank of the last stage the merged outputs, detached; elsewhere, or without return_outputs, None.
+            On the rank of the last stage the merged outputs, detached, or a list of them where this rank was given
+            microbatches; elsewhere, or without return_outputs, None.
 
         After an error `.grad` holds what was there before and the gradients of the microbatches whose backward had
         ended on this rank: a note of the error says how many, and a backward that raises may leave a part of its own.
@@ -228,7 +244,10 @@ class Schedule:
             CorruptionError: with `check="checksum"`, a message changed on its way.
         """
         training = self._settings.loss is not None
-        return self._pipeline.run(Call(args, kwargs, target, losses, return_outputs, loss_kwargs, training))
+        more = (arg_mbs, kwarg_mbs, target_mbs, n_microbatches)
+        return self._pipeline.run(
+            Call(args, kwargs, target, losses, return_outputs, loss_kwargs, training, "step()", *more)
+        )
 
     def eval(
         self,
@@ -237,6 +256,10 @@ class Schedule:
         losses: list[Any] | None = None,
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
+        n_microbatches: int | None = None,
+        arg_mbs: Sequence[tuple[Any, ...]] | None = None,
+        kwarg_mbs: Sequence[dict[str, Any]] | None = None,
+        target_mbs: Sequence[Any] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Runs forwards only, without gradients and without touching any; losses too, where `target` is given.
@@ -249,8 +272,9 @@ class Schedule:
         known there: "the last eval() failed on rank 2 after this rank had returned from it". What is to be done only
         when all ranks have succeeded needs a barrier of your own before it.
         """
+        more = (arg_mbs, kwarg_mbs, target_mbs, n_microbatches)
         return self._pipeline.run(
-            Call(args, kwargs, target, losses, return_outputs, loss_kwargs, training=False, name="eval()")
+            Call(args, kwargs, target, losses, return_outputs, loss_kwargs, False, "eval()", *more)
         )
 
     def clip_grad_norm_(

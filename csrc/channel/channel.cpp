@@ -17,13 +17,13 @@ struct LayoutHeader {
 };
 
 // In the notation of programs: 2SEND_F0.
-std::string text_of(std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch, bool evaluates) {
+std::string text_of(std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch, std::uint32_t run) {
   return std::to_string(stage) + "SEND_" + kind_name(kind) + std::to_string(microbatch) +
-         (evaluates ? " of an eval()" : "");
+         (run % 2 == 1 ? " of an eval()" : "");
 }
 
 std::string text_of(const MessageTag& tag) {
-  return text_of(tag.stage, static_cast<std::uint32_t>(tag.kind), tag.microbatch, tag.evaluates);
+  return text_of(tag.stage, static_cast<std::uint32_t>(tag.kind), tag.microbatch, tag.run);
 }
 
 }  // namespace
@@ -111,17 +111,15 @@ std::uint64_t ChannelSender::send(Envelope envelope, std::span<const Part> parts
 }
 
 void check_tag(const Envelope& got, std::uint32_t channel, const MessageTag& expected, int peer) {
-  const bool evaluates = got.evaluates != 0;
   if (got.channel == channel && got.stage == expected.stage && got.kind == static_cast<std::uint32_t>(expected.kind) &&
-      got.microbatch == expected.microbatch && evaluates == expected.evaluates) {
+      got.microbatch == expected.microbatch && got.run == expected.run) {
     return;
   }
-  throw Error(
-      Fault::mismatch,
-      "rank " + std::to_string(peer) + " sent " + text_of(got.stage, got.kind, got.microbatch, evaluates) + " where " +
-          text_of(expected) + " was expected: " +
-          (evaluates != expected.evaluates ? "one rank called step(), the other eval(); call the same one on every rank"
-                                           : "the two ranks run different programs"));
+  throw Error(Fault::mismatch, "rank " + std::to_string(peer) + " sent " +
+                                   text_of(got.stage, got.kind, got.microbatch, got.run) + " where " +
+                                   text_of(expected) + " was expected: " +
+                                   (got.run == expected.run ? "the two ranks run different programs"
+                                                            : run_difference(got.run, expected.run, peer)));
 }
 
 ChannelReceiver::ChannelReceiver(Hub& hub, ReceiveLink& link, int peer, std::uint32_t channel, std::uint32_t slots)

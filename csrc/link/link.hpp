@@ -20,6 +20,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 
 #include "base/action.hpp"
 #include "base/wait.hpp"
@@ -36,7 +37,7 @@ struct MessageTag {
   std::uint32_t stage = 0;          // the stage that sends
   ActionKind kind = ActionKind::F;  // of what is sent: F's output, B's gradient, or weights (W)
   std::uint32_t microbatch = 0;
-  bool evaluates = false;  // sent in eval(), which ranks must not mix with step()
+  std::uint32_t run = 0;  // 2 M, and 1 more in eval(): ranks must agree on both
 };
 
 // What travels with each message: the tag that the receiver checks, and how much of the batch it is.
@@ -46,11 +47,19 @@ struct Envelope {
   std::uint32_t kind = 0;   // ActionKind, unless the peer sent something else
   std::uint32_t microbatch = 0;
   std::uint32_t layout = 0;
-  std::uint32_t evaluates = 0;  // sent in eval()
+  std::uint32_t run = 0;  // 2 M, and 1 more in eval()
   std::uint64_t bytes = 0;
   std::uint64_t rows = 0;        // of this microbatch
   std::uint64_t batch_rows = 0;  // of the whole batch
 };
+
+// What to do about two ranks whose messages are of different runs.
+[[nodiscard]] inline std::string run_difference(std::uint32_t got, std::uint32_t expected, int peer) {
+  if (got % 2 != expected % 2) return "one rank called step(), the other eval(); call the same one on every rank";
+  return "rank " + std::to_string(peer) + " cuts its batch into " + std::to_string(got / 2) +
+         " microbatches, this rank into " + std::to_string(expected / 2) +
+         "; give every rank the same n_microbatches, or as many microbatches";
+}
 
 // One contiguous piece of a message.
 struct Part {

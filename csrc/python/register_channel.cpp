@@ -41,7 +41,7 @@ OutgoingLayout announce(ChannelSender& channel, const std::string& description, 
 }
 
 std::uint64_t send(ChannelSender& channel, const OutgoingLayout& layout, std::uint32_t stage, std::uint32_t kind,
-                   std::uint32_t microbatch, bool evaluates, std::uint64_t rows, std::uint64_t batch_rows,
+                   std::uint32_t microbatch, std::uint32_t run, std::uint64_t rows, std::uint64_t batch_rows,
                    const std::vector<std::uintptr_t>& pointers, std::uintptr_t stream, const WaitPolicy& policy) {
   if (pointers.size() != layout.parts.size()) {
     throw Error(Fault::usage, "a layout of " + std::to_string(layout.parts.size()) + " tensors got " +
@@ -51,15 +51,15 @@ std::uint64_t send(ChannelSender& channel, const OutgoingLayout& layout, std::ui
   for (std::size_t i = 0; i < parts.size(); ++i) {
     parts[i].data = reinterpret_cast<const void*>(pointers[i]);  // NOLINT(performance-no-int-to-ptr)
   }
-  const Envelope envelope{0, stage, kind, microbatch, layout.id, evaluates ? 1U : 0U, 0, rows, batch_rows};
+  const Envelope envelope{0, stage, kind, microbatch, layout.id, run, 0, rows, batch_rows};
   const py::gil_scoped_release released;
   return channel.send(envelope, parts, Stream{reinterpret_cast<void*>(stream)},  // NOLINT(performance-no-int-to-ptr)
                       policy);
 }
 
 Message receive(ChannelReceiver& channel, std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch,
-                bool evaluates, std::uintptr_t stream, const WaitPolicy& policy) {
-  return Message{channel.receive(MessageTag{stage, static_cast<ActionKind>(kind), microbatch, evaluates},
+                std::uint32_t run, std::uintptr_t stream, const WaitPolicy& policy) {
+  return Message{channel.receive(MessageTag{stage, static_cast<ActionKind>(kind), microbatch, run},
                                  Stream{reinterpret_cast<void*>(stream)},  // NOLINT(performance-no-int-to-ptr)
                                  policy)};
 }
@@ -89,10 +89,10 @@ void register_channel(py::module_& module) {
   module.def(
       "check_tag",
       [](const Envelope& envelope, std::uint32_t channel, std::uint32_t stage, std::uint32_t kind,
-         std::uint32_t microbatch, bool evaluates, int peer) {
-        check_tag(envelope, channel, MessageTag{stage, static_cast<ActionKind>(kind), microbatch, evaluates}, peer);
+         std::uint32_t microbatch, std::uint32_t run, int peer) {
+        check_tag(envelope, channel, MessageTag{stage, static_cast<ActionKind>(kind), microbatch, run}, peer);
       },
-      arg("envelope"), arg("channel"), arg("stage"), arg("kind"), arg("microbatch"), arg("evaluates"), arg("peer"));
+      arg("envelope"), arg("channel"), arg("stage"), arg("kind"), arg("microbatch"), arg("run"), arg("peer"));
 
   py::class_<SendLink>(module, "SendLink");
   py::class_<ReceiveLink>(module, "ReceiveLink");
@@ -134,7 +134,7 @@ void register_channel(py::module_& module) {
       .def(py::init<Hub&, SendLink&, int, std::uint32_t, std::uint32_t>(), arg("hub"), arg("link"), arg("peer"),
            arg("channel"), arg("slots"), keep_alive<1, 2>(), keep_alive<1, 3>())
       .def("announce", &announce, arg("description"), arg("sizes"), arg("forgotten"), arg("policy"), Released())
-      .def("send", &send, arg("layout"), arg("stage"), arg("kind"), arg("microbatch"), arg("evaluates"), arg("rows"),
+      .def("send", &send, arg("layout"), arg("stage"), arg("kind"), arg("microbatch"), arg("run"), arg("rows"),
            arg("batch_rows"), arg("pointers"), arg("stream"), arg("policy"))
       .def("has_room", &ChannelSender::has_room)
       .def("sent", &ChannelSender::sent)
@@ -157,8 +157,8 @@ void register_channel(py::module_& module) {
             channel.post(Stream{reinterpret_cast<void*>(stream)}, policy);  // NOLINT(performance-no-int-to-ptr)
           },
           arg("stream"), arg("policy"), Released())
-      .def("receive", &receive, arg("stage"), arg("kind"), arg("microbatch"), arg("evaluates"), arg("stream"),
-           arg("policy"), Released())
+      .def("receive", &receive, arg("stage"), arg("kind"), arg("microbatch"), arg("run"), arg("stream"), arg("policy"),
+           Released())
       .def(
           "description",
           [](ChannelReceiver& channel, std::uint32_t layout, const WaitPolicy& policy) {

@@ -222,16 +222,16 @@ void register_action_log(py::module_& module) {
 void register_control(py::module_& module) {
   py::class_<Envelope>(module, "Envelope", "The tag of a message, and how much of the batch it is.")
       .def(py::init([](std::uint32_t stage, std::uint32_t kind, std::uint32_t microbatch, std::uint32_t layout,
-                       bool evaluates, std::uint64_t bytes, std::uint64_t rows, std::uint64_t batch_rows) {
-             return Envelope{0, stage, kind, microbatch, layout, evaluates ? 1U : 0U, bytes, rows, batch_rows};
+                       std::uint32_t run, std::uint64_t bytes, std::uint64_t rows, std::uint64_t batch_rows) {
+             return Envelope{0, stage, kind, microbatch, layout, run, bytes, rows, batch_rows};
            }),
-           arg("stage"), arg("kind"), arg("microbatch"), arg("layout"), arg("evaluates"), arg("bytes"), arg("rows"),
+           arg("stage"), arg("kind"), arg("microbatch"), arg("layout"), arg("run"), arg("bytes"), arg("rows"),
            arg("batch_rows"))
       .def_readonly("stage", &Envelope::stage)
       .def_readonly("kind", &Envelope::kind)
       .def_readonly("microbatch", &Envelope::microbatch)
       .def_readonly("layout", &Envelope::layout)
-      .def_property_readonly("evaluates", [](const Envelope& envelope) { return envelope.evaluates != 0; })
+      .def_readonly("run", &Envelope::run)
       .def_readonly("bytes", &Envelope::bytes)
       .def_readonly("rows", &Envelope::rows)
       .def_readonly("batch_rows", &Envelope::batch_rows);

@@ -32,7 +32,7 @@ def gradients_of_a_failed_step(
     schedule = pypipe.Schedule(program, stage, n_microbatches, nn.functional.mse_loss, timeout=20)
     schedule.step(x, target=y)
     parameters = copy.deepcopy(module.state_dict())
-    executor = schedule._pipeline._running.executors[True]  # type: ignore[union-attr]
+    executor = schedule._pipeline._running.executors[n_microbatches, True]  # type: ignore[union-attr]
     if rank == culprit:
         place = [str(action) for action in executor.actions].index(failing)
         executor._calls[place] = executor._calls[place]._replace(function=_fail)

@@ -119,7 +119,7 @@ class Trial:
 
     def arm(self, schedule: Any) -> None:
         """Puts the fault before one action of the culprit."""
-        executor = schedule._pipeline._running.executors[True]
+        executor = schedule._pipeline._running.executors[schedule._settings.n_microbatches, True]
         fault = self.case.fault
         kinds = {"corrupt": ("F", "B", "I"), "hook": ("B", "I")}.get(fault)
         if fault in ("nan", "late", "module", "loss"):

@@ -100,7 +100,7 @@ def at_the_end(rank: int, size: int, group: Any, link: str, name: str, call: str
         x, y = _batch(8)
         assert _call(schedule, call, x, y) == ""
         dist.barrier(group=group)
-        executor = schedule._pipeline._running.executors[training]
+        executor = schedule._pipeline._running.executors[schedule._settings.n_microbatches, training]
         code, action, microbatch = executor._calls[-1]
 
         def last(number: int) -> None:
@@ -136,7 +136,7 @@ def ahead(rank: int, size: int, group: Any, link: str, name: str, fault: str, fl
         x, y = _batch(8)
         schedule.eval(x)
         dist.barrier(group=group)
-        executor = schedule._pipeline._running.executors[True]
+        executor = schedule._pipeline._running.executors[schedule._settings.n_microbatches, True]
         code, action, microbatch = executor._calls[-1]
 
         def last(number: int) -> None:
@@ -285,7 +285,7 @@ def _gradients(rank: int, size: int, group: Any, name: str, kind: str, culprit: 
     )
     schedule.eval(x)
     dist.barrier(group=group)  # or a rank that is ahead fails while others are still in the eval()
-    executor = schedule._pipeline._running.executors[True]
+    executor = schedule._pipeline._running.executors[schedule._settings.n_microbatches, True]
     if rank == culprit:
         at = int(place * len(executor._calls))
         code, _, microbatch = executor._calls[at]

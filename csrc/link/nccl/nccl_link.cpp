@@ -171,6 +171,7 @@ void NcclReceiveLink::check(const Envelope& got) {
   const Envelope promised = unseen_.front();
   unseen_.pop_front();
   if (std::memcmp(&got, &promised, sizeof(got)) == 0) return;
+  if (got.run != promised.run) throw Error(Fault::mismatch, run_difference(got.run, promised.run, peer_));
   throw Error(Fault::mismatch, "rank " + std::to_string(peer_) + " sent " + std::to_string(got.bytes) +
                                    " bytes of layout " + std::to_string(got.layout) + " where " +
                                    std::to_string(promised.bytes) + " of layout " + std::to_string(promised.layout) +

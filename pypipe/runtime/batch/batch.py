@@ -92,7 +92,10 @@ class Batch:
 
     Attributes:
         rows: the batch's length, where the first stage is; 0: elsewhere, and where it has none.
+        merges: whether the outputs of its microbatches are merged.
     """
+
+    merges = True
 
     def __init__(
         self,
@@ -118,14 +121,8 @@ class Batch:
         self._entrances: list[_Entrance] = []
         if training:
             for each in (self._args, self._kwargs, self._target, self._options):
-                if each is None:
-                    continue
-                if two_copies and (what := each.requiring_gradient()) is not None:
-                    raise InputError(
-                        f"{what} requires a gradient. Both ends of a schedule of two model copies would get that of "
-                        "their own microbatches only: compute it within a stage, detach() it, or use ScheduleDualPipeV"
-                    )
-                each.replace(self._enter)
+                if each is not None:
+                    self._enter_all(each, two_copies=two_copies)
         self._arg_pieces: Pieces | None = None
         self._kwarg_pieces: Pieces | None = None
         self._target_pieces: Pieces | None = None
@@ -134,6 +131,15 @@ class Batch:
             self.rows = self._args.rows(n_microbatches, beside=self._kwargs)
             self._arg_pieces = self._args.pieces(n_microbatches, batch_rows=self.rows)
             self._sizes = sizes(self.rows, n_microbatches)
+
+    def _enter_all(self, tree: Cuttable | LossOptions, *, two_copies: bool) -> None:
+        """Makes leaves of a tree's tensors that require gradients."""
+        if two_copies and (what := tree.requiring_gradient()) is not None:
+            raise InputError(
+                f"{what} requires a gradient. Both ends of a schedule of two model copies would get that of their own "
+                "microbatches only: compute it within a stage, detach() it, or use ScheduleDualPipeV"
+            )
+        tree.replace(self._enter)
 
     def _enter(self, tensor: Tensor) -> Tensor:
         if not tensor.requires_grad:

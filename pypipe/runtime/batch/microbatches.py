@@ -73,6 +73,10 @@ class Cuttable:
         """The tree's name in error messages."""
         return self._origin.name
 
+    def whole(self) -> Any:
+        """The tree itself, with what `replace` has put into it."""
+        return self._rebuild([leaf.value for leaf in self._leaves])
+
     def replace(self, function: Callable[[Tensor], Tensor]) -> None:
         """Puts `function(tensor)`, of the same shape, in each tensor's place, where gradients will gather.
 
@@ -215,8 +219,8 @@ class Cuttable:
 
     def _too_short(self, rows: int, n_microbatches: int) -> InputError:
         return InputError(
-            f"{self.name} has {rows} rows, too few for {n_microbatches} microbatches: build the schedule with "
-            f"n_microbatches <= {max(rows, 1)}, or give a larger batch"
+            f"{self.name} has {rows} rows, too few for {n_microbatches} microbatches: give a larger batch, or "
+            f"n_microbatches <= {max(rows, 1)} to the schedule, or to step() on every rank"
         )
 
     def _require_rows_in_front(self, leaf: Leaf, batch_rows: int, others: Sequence[int]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
 from pypipe.errors import ConfigurationError
-from pypipe.program import Channel, Kind, Program
+from pypipe.program import Channel, Kind, Program, count_slots
 from pypipe.runtime.data_parallel.wrappers import Wrapper, find_wrappers
 from pypipe.runtime.rendezvous import agreement
 from pypipe.runtime.rendezvous.collectives import Gatherer
@@ -37,42 +38,71 @@ class Running:
     """What there is on one rank once the ranks have met.
 
     Attributes:
+        rank: this one.
         connection: to the other ranks.
         gatherer: of what the ranks tell each other between steps.
-        fitted: the programs, with what stages do together with their data-parallel replicas.
+        slots: for each channel, how many there are.
+        synchronous: whether a transfer may block both of its ranks, as on GPUs.
+        fitted: the programs by their number of microbatches, with what stages do together with their replicas.
         stages: this rank's, by their number in the program.
         modules: by the same numbers, those whose parameters each stage trains: its own, and on the last one the loss
             function, where that is a module.
         wrapped: which wrappers each of this rank's modules had.
-        executors: by whether they train.
+        executors: by number of microbatches and by whether they train.
         copies: where the pipeline holds two of the model.
         ties: where parameters of several stages are one weight.
         clash: of names in `state_dict`s, if there is one.
         holds_first, holds_last: whether one of the stages is the first or the last of its chain.
     """
 
+    rank: int
     connection: Connection
     gatherer: Gatherer
-    fitted: Fitted
+    slots: Mapping[Channel, int]
+    synchronous: bool
+    fitted: dict[int, Fitted]
     stages: dict[int, StageExecution]
     modules: dict[int, list[nn.Module]]
     wrapped: list[list[int]]
-    executors: dict[bool, Executor]
+    executors: dict[tuple[int, bool], Executor]
     copies: ModelCopies | None
     ties: Ties | None
     clash: NameClash | None
     holds_first: bool
     holds_last: bool
 
-    @property
-    def program(self) -> Program | None:
-        """What step() runs."""
-        verified = self.fitted.training or self.fitted.forward_only
+    def program_of(self, n_microbatches: int) -> Program | None:
+        """What step() runs for this number of microbatches."""
+        fitted = self.fitted[n_microbatches]
+        verified = fitted.training or fitted.forward_only
         return verified.program if verified else None
 
+    def add(self, n_microbatches: int, fitted: Fitted) -> bool:
+        """Makes what runs another number of microbatches; False if that takes more slots than there are.
 
-def assemble(settings: Settings) -> Running:
+        The programs are the same on every rank, and so is the answer.
+        """
+        if self.synchronous:
+            fitted = fitted.made_synchronous()
+        if any(number > self.slots.get(channel, 0) for channel, number in fitted.slots.items()):
+            return False
+        program = fitted.programs[0].program
+        fitted = self.fitted[n_microbatches] = _with_stage_actions(fitted, program, self.connection.configs)
+        for training, verified in ((False, fitted.forward_only), (True, fitted.training)):
+            if verified is not None:
+                self.executors[n_microbatches, training] = Executor(
+                    verified.program, self.rank, self.stages, self.connection.recorder, self.connection.issue
+                )
+        return True
+
+
+def assemble(settings: Settings, n_microbatches: int, others: Mapping[int, Fitted]) -> Running:
     """Meets the other ranks and makes what runs.
+
+    Args:
+        settings: what this rank was built with.
+        n_microbatches: M of the call.
+        others: what is to be run with the same slots, by number of microbatches; that of the call is among them.
 
     Raises:
         ConfigurationError: the ranks' settings or stages do not fit together; the same on all of them.
@@ -82,27 +112,28 @@ def assemble(settings: Settings) -> Running:
     program = settings.program
     wrappers = _find_wrappers(settings)
     links = {channel: program.link_of(channel) for channel in settings.fitted.slots} if program is not None else {}
-    fitted = settings.fitted
+    is_synchronous = False
+    slots: Mapping[Channel, int] = {}
 
     def slots_of(synchronous: bool) -> Mapping[Channel, int]:
-        nonlocal fitted
-        if synchronous:
-            fitted = fitted.made_synchronous()
-        return fitted.slots
+        nonlocal is_synchronous, slots
+        is_synchronous = synchronous
+        fitted = [each.made_synchronous() if synchronous else each for each in others.values()]
+        slots = count_slots([verified for each in fitted for verified in each.programs])
+        return slots
 
     connection = connect(
         settings.world,
         settings.device,
         links,
         slots_of,
-        _config(settings, wrappers),
+        _config(settings, wrappers, n_microbatches, others),
         agreement.comparison(program, settings.fitted.mismatch),
         settings.timeout,
         checksum="checksum" in settings.checks,
         further=lambda configs: tie_channels(program, _ties(configs)) if program is not None else {},
     )
     assert program is not None  # the comparison has seen to it
-    fitted = _with_stage_actions(fitted, program, connection.configs)
     rank = settings.world.rank
     held = agreement.held_stages(program, rank, [piece for piece, _ in settings.pieces])
     stages = _make_stages(settings, program, connection, held, wrappers)
@@ -117,24 +148,26 @@ def assemble(settings: Settings) -> Running:
         replicated = [stage for stage, position in held.items() if wrappers[position]]
         tied = ties.parameters if ties is not None else ()
         copies = ModelCopies(program, rank, modules, exchanges, settings.loss_module, replicated, tied)
-    return Running(
+    running = Running(
+        rank,
         connection,
         Gatherer(settings.world, connection.prefix),
-        fitted,
+        slots,
+        is_synchronous,
+        {},
         stages,
         trained,
         identities(wrappers),
-        {
-            training: Executor(verified.program, rank, stages, connection.recorder, connection.issue)
-            for training, verified in ((False, fitted.forward_only), (True, fitted.training))
-            if verified is not None
-        },
+        {},
         copies,
         ties,
         find_clash(settings.pieces, _state_names(connection.configs)),
         any(program.previous_stage(stage) is None for stage in held),
         any(program.next_stage(stage) is None for stage in held),
     )
+    for count, fitted in others.items():
+        running.add(count, fitted)
+    return running
 
 
 def identities(wrappers: Sequence[Sequence[Wrapper]]) -> list[list[int]]:
@@ -142,15 +175,20 @@ def identities(wrappers: Sequence[Sequence[Wrapper]]) -> list[list[int]]:
     return [[wrapper.identity() for wrapper in found] for found in wrappers]
 
 
-def _config(settings: Settings, wrappers: Sequence[Sequence[Wrapper]]) -> Config:
+def _config(
+    settings: Settings,
+    wrappers: Sequence[Sequence[Wrapper]],
+    n_microbatches: int,
+    others: Mapping[int, Fitted],
+) -> Config:
     """What this rank tells the others of itself."""
     program = settings.program
     copied = program is not None and len(program.chains) > 1
     return replace(
         settings.config,
         stages=[piece for piece, _ in settings.pieces],
-        n_microbatches=settings.n_microbatches,
-        program=program.digest() if program is not None else None,
+        n_microbatches=n_microbatches,
+        program=_digest(others.values()) if program is not None else None,
         loss_fn=settings.loss is not None,
         scale_grads=settings.scale_grads,
         check=sorted(settings.checks),
@@ -164,6 +202,12 @@ def _config(settings: Settings, wrappers: Sequence[Sequence[Wrapper]]) -> Config
             list(tied) for tied in describe_ties((piece, _trained(settings, piece, m)) for piece, m in settings.pieces)
         ],
     )
+
+
+def _digest(fitted: Iterable[Fitted]) -> str:
+    """One word for all programs, and so for the slots that they take."""
+    digests = sorted(verified.program.digest() for each in fitted for verified in each.programs)
+    return digests[0] if len(set(digests)) == 1 else hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
 def _trained(settings: Settings, piece: int, module: nn.Module) -> list[nn.Module]:

@@ -47,7 +47,12 @@ class Fitted:
     @property
     def slots(self) -> dict[Channel, int]:
         """For each channel of the programs, how many slots it gets; of none where there are no programs."""
-        return count_slots([verified for verified in (self.forward_only, self.training) if verified is not None])
+        return count_slots(self.programs)
+
+    @property
+    def programs(self) -> list[Verified]:
+        """Those that there are."""
+        return [verified for verified in (self.forward_only, self.training) if verified is not None]
 
     def with_stage_actions(self, *, reduced: Collection[int], sharded: Collection[int]) -> Fitted:
         """The same programs, with what stages do once a step together with their replicas.

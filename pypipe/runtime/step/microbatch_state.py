@@ -9,6 +9,7 @@ from torch import Tensor
 from pypipe.runtime.autograd.split import WeightWork
 from pypipe.runtime.batch.batch import Share
 from pypipe.runtime.batch.structure import map_tensors
+from pypipe.runtime.step.current import Current
 from pypipe.runtime.tensor_memory import copy_of
 from pypipe.runtime.transport.lease import Lease
 
@@ -20,6 +21,7 @@ class MicrobatchState:
 
     Attributes:
         share: its share of the batch.
+        current: the same, for what runs inside the stage.
         input: what came from the stage before; None on the first one, and once its lease has ended.
         output: what the forward returned, until it is sent.
         nodes: where the gradients of the outputs go, for those that need any.
@@ -28,10 +30,11 @@ class MicrobatchState:
         passed_on: the input's gradients, until they are sent.
     """
 
-    __slots__ = ("gradients", "input", "nodes", "output", "passed_on", "share", "weight_work")
+    __slots__ = ("current", "gradients", "input", "nodes", "output", "passed_on", "share", "weight_work")
 
-    def __init__(self, share: Share, received: Lease | None) -> None:
+    def __init__(self, share: Share, received: Lease | None, current: Current) -> None:
         self.share = share
+        self.current = current
         self.input = received
         self.output: Any = None
         self.nodes: list[Any] = []

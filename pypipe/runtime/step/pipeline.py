@@ -17,15 +17,18 @@ from pypipe.errors import ConfigurationError, InputError, PipelineError, Pipelin
 from pypipe.program import Channel, Program
 from pypipe.runtime.batch.batch import Batch
 from pypipe.runtime.batch.merging import merge
+from pypipe.runtime.batch.split_batch import SplitBatch
 from pypipe.runtime.data_parallel.wrappers import find_wrappers
 from pypipe.runtime.diagnostics import failure
 from pypipe.runtime.diagnostics.device_clock import clock_for
 from pypipe.runtime.diagnostics.recorder import Recorder
 from pypipe.runtime.diagnostics.trace import Trace
+from pypipe.runtime.rendezvous.exchange import refuse
 from pypipe.runtime.rendezvous.world import World
-from pypipe.runtime.step import between_steps, gradient_norm
+from pypipe.runtime.step import between_steps, gradient_norm, resizing
 from pypipe.runtime.step.assembly import Running, assemble, identities
 from pypipe.runtime.step.executor import Executor
+from pypipe.runtime.step.fitting import Fitted
 from pypipe.runtime.step.refused import refused_now
 from pypipe.runtime.step.settings import Call, Settings
 from pypipe.runtime.transport.connection import Connection
@@ -46,6 +49,7 @@ class Pipeline:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._running: Running | None = None
+        self._n_microbatches = settings.n_microbatches  # of the current call
         self._failure: str | None = None
         self._calls = 0  # that have begun; as many on every rank
         self._turn = threading.Lock()
@@ -84,8 +88,10 @@ class Pipeline:
 
     @property
     def program(self) -> Program | None:
-        """What step() runs: once the ranks have met, with UNSHARD, RESHARD and REDUCE_GRAD of all their stages."""
-        return self._settings.program if self._running is None else self._running.program
+        """What the last call ran; once the ranks have met, with what stages do together with their replicas."""
+        if self._running is None:
+            return self._settings.program
+        return self._running.program_of(self._n_microbatches)
 
     @property
     def counters(self) -> dict[Channel, dict[str, int]]:
@@ -163,9 +169,9 @@ class Pipeline:
             others: parameters of this rank that are in none of its stages.
         """
         parameters, counted = list(others), list(others)
-        if (running := self._running) is not None and running.program is not None:
+        if (running := self._running) is not None and self.program is not None:
             rank = self._settings.world.rank
-            parameters, counted = gradient_norm.listed(running.program, rank, running.modules, running.ties, others)
+            parameters, counted = gradient_norm.listed(self.program, rank, running.modules, running.ties, others)
         return gradient_norm.clip(
             parameters,
             counted,
@@ -211,11 +217,14 @@ class Pipeline:
 
     def _run(self, call: Call) -> Any:
         start = time.perf_counter()
+        problem = self._count(call)
         running = self._ready()
         running.connection.recorder.core.step()
         self._calls += 1
         self._has_begun = False
         try:
+            if problem is not None:
+                raise problem
             result = self._step(call, running)
         except BaseException as error:
             public = self._public(error, call, running)
@@ -241,17 +250,7 @@ class Pipeline:
         if running.clash is not None:
             running.clash.warn(stacklevel=5)  # the line that calls step() or eval()
             running.clash = None
-        batch = Batch(
-            call.args,
-            call.kwargs,
-            call.target,
-            settings.specs,
-            settings.n_microbatches,
-            first=running.holds_first,
-            training=call.training,
-            two_copies=running.copies is not None,
-            loss_kwargs=call.loss_kwargs,
-        )
+        batch = self._batch(call, running)
         if self.first_batch is None:
             self.first_batch = batch.describe()
         ties = running.ties if call.training else None
@@ -263,14 +262,14 @@ class Pipeline:
         for stage in running.stages.values():
             stage.begin(
                 batch,
+                2 * self._n_microbatches + (not call.training),
                 loss_scale=functools.cache(scaler.get_scale) if scaler is not None else None,
-                training=call.training,
                 keep_results=call.return_outputs,
-                with_loss=settings.loss is not None and call.target is not None,
+                with_loss=settings.loss is not None and call.has_target,
             )
         self._has_begun = True
         with contextlib.nullcontext() if call.training else torch.no_grad():
-            self._execute(running.executors[call.training], running.connection)
+            self._execute(running.executors[self._n_microbatches, call.training], running.connection)
         if call.training:
             batch.finish()
         for stage in running.stages.values():
@@ -284,6 +283,19 @@ class Pipeline:
             sender.finish()
         return result
 
+    def _batch(self, call: Call, running: Running) -> Batch:
+        """What the call has given, to be had by microbatch."""
+        count, specs = self._n_microbatches, self._settings.specs
+        options: Any = {
+            "first": running.holds_first,
+            "training": call.training,
+            "two_copies": running.copies is not None,
+            "loss_kwargs": call.loss_kwargs,
+        }
+        if call.is_split:
+            return SplitBatch(*call.mbs, specs, count, **options)
+        return Batch(call.args, call.kwargs, call.target, specs, count, **options)
+
     def _public(self, error: BaseException, call: Call, running: Running) -> BaseException:
         """Ends a step that failed, on every rank; returns what the caller is to see."""
         if running.copies is not None:
@@ -291,7 +303,8 @@ class Pipeline:
         if running.ties is not None:
             running.ties.abandon()
         left = [text for stage in running.stages.values() for text in stage.abandon()] if self._has_begun else []
-        executor = running.executors[call.training] if self._has_begun else None
+        every = running.executors[self._n_microbatches, call.training]
+        executor = every if self._has_begun else None
         try:
             public = self._fail(error, call, running.connection, executor, left)
         except KeyboardInterrupt:  # while the end of another rank's step was being told
@@ -299,7 +312,7 @@ class Pipeline:
         if isinstance(error, Exception):  # else the process is about to end
             reason = failure.text_of(public).partition("\n")[0][:300]
             try:
-                running.executors[call.training].take_part(reason, training=call.training, has_begun=self._has_begun)
+                every.take_part(reason, training=call.training, has_begun=self._has_begun)
             except Exception as broken:
                 public.add_note(f"pypipe: the other replicas may wait for this one, since their group fails: {broken}")
         return public
@@ -332,7 +345,8 @@ class Pipeline:
             call.losses[:] = [losses[microbatch] for microbatch in sorted(losses)]
         if not call.return_outputs:
             return None
-        return merge([outputs[microbatch] for microbatch in sorted(outputs)], self._settings.specs.output)
+        in_order = [outputs[microbatch] for microbatch in sorted(outputs)]
+        return in_order if call.is_split else merge(in_order, self._settings.specs.output)
 
     def _check(self, call: Call, running: Running) -> None:
         self._check_wrappers(running)
@@ -350,13 +364,13 @@ class Pipeline:
             raise InputError(f"{where}: losses is a {type(call.losses).__name__}; give a list, it will be filled")
         if not running.holds_last:
             return
-        if call.training and call.target is None:
+        if call.training and not call.has_target:
             who = "the last rank's" if running.copies is None else "of two model copies, both ends'"
             raise InputError(
                 f"{where}: {who} step() needs target=, which loss_fn is called with; build the schedule "
                 "without loss_fn to run forward only"
             )
-        if call.losses is not None and call.target is None:
+        if call.losses is not None and not call.has_target:
             raise InputError(f"{where}: losses= needs target= on the last rank")
         if call.losses is not None and self._settings.loss is None:
             raise InputError(f"{where}: losses= needs a schedule with a loss_fn")
@@ -386,7 +400,11 @@ class Pipeline:
         action = executor.action if executor is not None else None
         where = failure.describe_action(action) if executor is not None else "the start of the step"
         public: BaseException = error
-        if type(error) is PipelineTimeout:
+        resized = resizing.find(settings.world, connection.prefix, self._calls, self._n_microbatches)
+        if resized is not None and isinstance(error, _core.CoreError):
+            public = ConfigurationError(f"{settings.where}: {resized}")
+            refuse(settings.world, str(public))  # those who have found the other number wait there
+        elif type(error) is PipelineTimeout:
             doing = f"rank {rank}, at {where}"
             public = failure.timed_out(doing, f"{error}.", connection.hub, rank, size, program, returned)
         elif isinstance(error, _core.CoreError):
@@ -414,6 +432,15 @@ class Pipeline:
         self._failure = failure.text_of(public)
         return public
 
+    def _count(self, call: Call) -> InputError | None:
+        """Notes how many microbatches a call has; returns what is wrong with them, to be raised on every rank."""
+        try:
+            self._n_microbatches = call.count(self._settings.n_microbatches)
+        except InputError as error:
+            self._n_microbatches = self._settings.n_microbatches
+            return InputError(f"{self._settings.where}: {error}")
+        return None
+
     def _ready(self) -> Running:
         """The connection and what runs on it, made at the first call."""
         where = self._settings.where
@@ -424,15 +451,48 @@ class Pipeline:
                 f"{where}: this schedule failed and cannot go on: build a new one, on every rank. It failed with "
                 f"{self._failure}"
             )
-        if self._running is None:
+        if self._running is not None:
+            self._raise_failure()
+        if self._running is None or not self._serves(self._running):
             try:
-                self._running = assemble(self._settings)
+                self._running = self._assembled()
             except Exception as error:
                 self._failure = failure.text_of(error)
                 raise
-        else:
-            self._raise_failure()
         return self._running
+
+    def _serves(self, running: Running) -> bool:
+        """Whether there is what runs this call's number of microbatches, or can be without further slots."""
+        count = self._n_microbatches
+        return count in running.fitted or running.add(count, self._fitted(count))
+
+    def _fitted(self, n_microbatches: int) -> Fitted:
+        settings = self._settings
+        if n_microbatches == settings.n_microbatches:
+            return settings.fitted
+        try:
+            return settings.refit(n_microbatches)
+        except ValueError as error:
+            text = f"{settings.where}: with n_microbatches={n_microbatches}: {error}"
+            if self._running is not None:
+                resizing.announce(settings.world, self._running.connection.prefix, self._calls + 1, n_microbatches)
+                self._running.connection.close()
+                self._running = None
+            refuse(settings.world, text)
+            raise ConfigurationError(text) from None
+
+    def _assembled(self) -> Running:
+        """The ranks meet, for the first time or with more slots than before."""
+        settings, count = self._settings, self._n_microbatches
+        counts = {settings.n_microbatches, count}
+        if self._running is not None:
+            counts |= self._running.fitted.keys()
+        fitted = {each: self._fitted(each) for each in sorted(counts)}
+        running, self._running = self._running, None
+        if running is not None:
+            resizing.announce(settings.world, running.connection.prefix, self._calls + 1, count)
+            running.connection.close()
+        return assemble(settings, count, fitted)
 
     def _raise_failure(self) -> None:
         """Raises what has gone wrong on any rank since the last step."""

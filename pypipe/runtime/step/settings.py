@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pypipe.errors import InputError
 from pypipe.program import Program
 from pypipe.runtime.batch.batch import ChunkSpecs
+from pypipe.runtime.batch.split_batch import count_microbatches
 from pypipe.runtime.rendezvous.config import Config
 from pypipe.runtime.rendezvous.world import World
 from pypipe.runtime.step.fitting import Fitted
@@ -27,6 +29,7 @@ class Settings:
         device: where this rank's stages live.
         pieces: which piece of the model each of this rank's modules is, and the module.
         fitted: what step() and eval() run, or why there is nothing to run.
+        refit: the same for another number of microbatches. Raises ValueError where there is none for that.
         config: what this rank tells the others, as far as it is known now.
         n_microbatches: M.
         loss: the loss function, or None.
@@ -42,6 +45,7 @@ class Settings:
     device: torch.device
     pieces: Sequence[tuple[int, torch.nn.Module]]
     fitted: Fitted
+    refit: Callable[[int], Fitted]
     config: Config
     n_microbatches: int
     loss: Callable[..., Any] | None
@@ -81,3 +85,43 @@ class Call(NamedTuple):
     loss_kwargs: dict[str, Any] | None
     training: bool
     name: str = "step()"
+    arg_mbs: Sequence[Any] | None = None
+    kwarg_mbs: Sequence[Any] | None = None
+    target_mbs: Sequence[Any] | None = None
+    n_microbatches: int | None = None
+
+    @property
+    def has_target(self) -> bool:
+        """Whether there is something for the loss function."""
+        return self.target is not None or self.target_mbs is not None
+
+    @property
+    def is_split(self) -> bool:
+        """Whether it was given microbatches, instead of a batch to be cut."""
+        return any(each is not None for each in self.mbs)
+
+    @property
+    def mbs(self) -> tuple[Sequence[Any] | None, Sequence[Any] | None, Sequence[Any] | None]:
+        """Arguments, keyword arguments and targets, by microbatch."""
+        return self.arg_mbs, self.kwarg_mbs, self.target_mbs
+
+    def count(self, default: int) -> int:
+        """M.
+
+        Args:
+            default: where the call does not say.
+
+        Raises:
+            InputError: the call says what cannot be.
+        """
+        if self.is_split and (self.args or self.kwargs or self.target is not None):
+            raise InputError(
+                "arg_mbs, kwarg_mbs and target_mbs take microbatches in the place of a batch: give the one or the other"
+            )
+        found = count_microbatches(*self.mbs)
+        wanted = self.n_microbatches
+        if wanted is not None and (isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1):
+            raise InputError(f"n_microbatches is {wanted!r}; a batch is cut into 1 microbatch or more")
+        if found is not None and wanted not in (None, found):
+            raise InputError(f"n_microbatches is {wanted}, but {found} microbatches were given")
+        return found or wanted or default

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from pypipe.runtime.batch.batch import Batch, ChunkSpecs, Share
 from pypipe.runtime.batch.merging import require_alike, require_mergeable
 from pypipe.runtime.data_parallel.wrappers import Wrapper
 from pypipe.runtime.diagnostics.checks import require_finite
+from pypipe.runtime.step.current import Current, set_current
 from pypipe.runtime.step.losses import Losses
 from pypipe.runtime.step.microbatch_state import MicrobatchState, detached, owned
 from pypipe.runtime.step.new_gradients import NewGradients
@@ -120,6 +122,8 @@ class StageExecution:
 
     def reset(self) -> None:
         """Forgets everything about a step, even a failed one."""
+        set_current(None)
+        self._count = 0  # of microbatches
         self._replicas_began = False
         for wrapper in self._wrappers:
             wrapper.end()
@@ -141,22 +145,24 @@ class StageExecution:
     def begin(
         self,
         batch: Batch,
+        run: int,
         *,
-        training: bool,
         keep_results: bool,
         with_loss: bool,
         loss_scale: Callable[[], float] | None = None,
     ) -> None:
-        """Starts a step; the batch is the rank's, so every stage of a rank gets its keyword arguments.
+        """Starts a step.
 
         Args:
-            batch: the rank's.
-            training: whether there are backwards.
-            keep_results: whether outputs are wanted.
-            with_loss: whether losses are.
+            batch: the rank's, so every stage of a rank gets its keyword arguments.
+            run: 2 M, and 1 more in eval().
+            keep_results: whether the last stage's outputs are wanted.
+            with_loss: whether the last stage computes losses.
             loss_scale: by how much gradients are scaled, in the whole step.
         """
+        training = run % 2 == 0
         self.reset()
+        self._count = run // 2
         self._loss_scale = loss_scale
         self._batch = batch
         self._training = training
@@ -170,7 +176,7 @@ class StageExecution:
         channels += [self._receive_backward, self._send_backward] if training else []
         for channel in channels:
             if isinstance(channel, (ReceiveChannel, SendChannel)):
-                channel.begin(training=training)
+                channel.begin(run)
         if training and (self._receive_forward is not None or self._gradients is not None):
             self._new_gradients.begin(batch.leaves)
 
@@ -251,9 +257,12 @@ class StageExecution:
             tree = received.tree
             args = tuple(tree) if isinstance(tree, (tuple, list)) else (tree,)
             received.tree = tree = None
-        kept = self._microbatches[microbatch] = MicrobatchState(share, received)
+        weight = partial(self._weight, microbatch, share)
+        now = Current(microbatch, self._count, share.rows if share.batch_rows else None, weight)
+        kept = self._microbatches[microbatch] = MicrobatchState(share, received, now)
         start = time.perf_counter()
         kwargs = batch.kwargs(microbatch, share)
+        set_current(kept.current)
         try:
             output = self._module(*args, **kwargs)
         except TypeError as error:
@@ -313,7 +322,9 @@ class StageExecution:
             self.losses[microbatch] = owned(loss, received)
         if self._keep_results:
             # What cannot be merged is an error of this step on every rank.
-            if not self.results:
+            if not self._batch.merges:
+                pass
+            elif not self.results:
                 require_mergeable(output, self._batch.merge_spec)
             else:
                 require_alike(next(iter(self.results.values())), output, microbatch, self._batch.merge_spec)
@@ -363,6 +374,7 @@ class StageExecution:
         kept.weight_work = None
         start = time.perf_counter()
         self._adding = True
+        set_current(kept.current)
         work.run()
         self._adding = False
         self._added += 1
@@ -379,6 +391,7 @@ class StageExecution:
         roots, gradients = self._roots(microbatch, kept)
         received = kept.input
         start = time.perf_counter()
+        set_current(kept.current)  # for what recomputes its forward
         try:
             if roots and split:
                 of_batch = self._batch.leaves

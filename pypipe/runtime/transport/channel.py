@@ -40,7 +40,7 @@ class Tag(NamedTuple):
     microbatch: int
     rows: int  # of this microbatch; 0 where the batch has none
     batch_rows: int
-    evaluates: bool = False  # whether it is sent in eval(), which ranks must not mix with step()
+    run: int = 0  # 2 M, and 1 more in eval(): ranks must agree on both
 
 
 class Message(Protocol):
@@ -74,11 +74,11 @@ class SendChannel(ABC):
         self._checksum = checksum
         self._stage = stage
         self._kind = kind.order
-        self._evaluates = False
+        self._run = 0
         self._layouts: dict[trees.Description, _Outgoing] = {}
         self.static = False
         """Whether messages are promised to have the layouts of the first step or eval."""
-        self._promised: dict[tuple[bool, int], tuple[trees.Description, int, int]] = {}
+        self._promised: dict[tuple[int, int], tuple[trees.Description, int, int]] = {}
 
     @abstractmethod
     def announce(self, description: str, sizes: list[int], forgotten: int) -> Any:
@@ -120,9 +120,13 @@ class SendChannel(ABC):
         passed on unchanged.
         """
 
-    def begin(self, *, training: bool) -> None:
-        """Begins a step. Messages say whether it is one of step() or of eval(): ranks must not mix them."""
-        self._evaluates = not training
+    def begin(self, run: int) -> None:
+        """Begins a step.
+
+        Args:
+            run: 2 M, and 1 more in eval(). Messages carry it, so that ranks notice if they do not agree.
+        """
+        self._run = run
 
     def send(self, tree: Any, microbatch: int, rows: int, batch_rows: int, lease: Lease | None = None) -> list[Tensor]:
         """Sends a tree and returns its tensors in the order in which the other end counts them.
@@ -143,9 +147,7 @@ class SendChannel(ABC):
         if len(tensors) == 1 and not self._checksum:  # the common case, without bookkeeping
             layout = self._layouts.get(description) or self._announce(description)
             only = trees.as_sent(tensors[0], layout.strides[0])
-            self.transfer(
-                layout.handle, Tag(self._stage, self._kind, microbatch, rows, batch_rows, self._evaluates), (only,)
-            )
+            self.transfer(layout.handle, Tag(self._stage, self._kind, microbatch, rows, batch_rows, self._run), (only,))
             return tensors
         sums: Tensor | None = None
         if self._checksum:
@@ -155,16 +157,16 @@ class SendChannel(ABC):
         sent = [trees.as_sent(tensor, strides) for tensor, strides in zip(tensors, layout.strides, strict=True)]
         if sums is not None:
             sums.copy_(torch.tensor(checksums(sent[:-1]), dtype=torch.int64))
-        self.transfer(layout.handle, Tag(self._stage, self._kind, microbatch, rows, batch_rows, self._evaluates), sent)
+        self.transfer(layout.handle, Tag(self._stage, self._kind, microbatch, rows, batch_rows, self._run), sent)
         return tensors if sums is None else tensors[:-1]
 
     def _keep_promise(self, description: trees.Description, microbatch: int, rows: int, batch_rows: int) -> None:
         new = (description, rows, batch_rows)
-        promised = self._promised.setdefault((self._evaluates, microbatch), new)
+        promised = self._promised.setdefault((self._run, microbatch), new)
         if new == promised:
             return
         what = "output" if self._kind == Kind.F.order else "gradient"
-        name = "eval()" if self._evaluates else "step()"
+        name = "eval()" if self._run % 2 else "step()"
         then, now = (f"{rows} of {whole} rows, {trees.outline(of)}" for of, rows, whole in (promised, new))
         raise LayoutError(
             f'the schedule has shapes="static", which promises that the {what} of a microbatch is in every {name} what '
@@ -232,7 +234,7 @@ class ReceiveChannel(ABC):
         self._source_stage = source_stage
         self._kind_name = kind.label
         self._kind = kind.order
-        self._evaluates = False
+        self._run = 0
         self._layouts: dict[int, IncomingLayout] = {}
         self.static = False
         """Whether messages are promised to have the layouts of the first step or eval."""
@@ -277,16 +279,16 @@ class ReceiveChannel(ABC):
         """
         return CopiedGradients(self)
 
-    def begin(self, *, training: bool) -> None:
-        """Begins a step; its messages must agree on whether it trains."""
-        self._evaluates = not training
+    def begin(self, run: int) -> None:
+        """Begins a step; its messages must be of this run (see SendChannel)."""
+        self._run = run
 
     def post(self, microbatch: int) -> None:
         """RECV: lets one more receive start, into a free slot."""
 
     def take(self, microbatch: int) -> None:
         """Waits for a message before it is used: its link carries it ahead of one that is used first."""
-        self._early[microbatch] = self.wait(Tag(self._source_stage, self._kind, microbatch, 0, 0, self._evaluates))
+        self._early[microbatch] = self.wait(Tag(self._source_stage, self._kind, microbatch, 0, 0, self._run))
 
     def inputs(self) -> Inputs:
         """What takes the inputs that come through this channel."""
@@ -302,7 +304,7 @@ class ReceiveChannel(ABC):
         """
         message = self._early.pop(microbatch, None) if self._early else None
         if message is None:
-            message = self.wait(Tag(self._source_stage, self._kind, microbatch, 0, 0, self._evaluates))
+            message = self.wait(Tag(self._source_stage, self._kind, microbatch, 0, 0, self._run))
         layout = self._layouts.get(message.layout)
         if layout is None:
             layout = self._learn(message)

@@ -76,7 +76,7 @@ def _last_stage(channels: _Channels) -> StageExecution:
     )
     stage.receiver = lambda kind: cast(Any, channels)  # type: ignore[method-assign]
     batch = Batch((), {}, torch.ones(2, 1), ChunkSpecs(), 2, first=False, training=True)
-    stage.begin(batch, training=True, keep_results=False, with_loss=True)
+    stage.begin(batch, 2, keep_results=False, with_loss=True)
     return stage
 
 

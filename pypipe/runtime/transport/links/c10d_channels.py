@@ -92,7 +92,7 @@ class C10dSendChannel(SendChannel):
                 memory = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
                 buffer[offset : offset + memory.numel()].copy_(memory)
         envelope = _core.Envelope(
-            tag.stage, tag.kind, tag.microbatch, layout.id, tag.evaluates, layout.bytes, tag.rows, tag.batch_rows
+            tag.stage, tag.kind, tag.microbatch, layout.id, tag.run, layout.bytes, tag.rows, tag.batch_rows
         )
         route.hub.send_envelope(route.peer, envelope, route.channel, route.wait_policy)
         if layout.bytes:
@@ -194,7 +194,7 @@ class C10dReceiveChannel(ReceiveChannel):
         """Waits for the message of this tag."""
         route = self._route
         envelope = route.hub.take_envelope(route.peer, route.channel, route.wait_policy)
-        _core.check_tag(envelope, route.channel, tag.stage, tag.kind, tag.microbatch, tag.evaluates, route.peer)
+        _core.check_tag(envelope, route.channel, tag.stage, tag.kind, tag.microbatch, tag.run, route.peer)
         if envelope.bytes > self._slot_bytes:
             self._grow(envelope.bytes)
         slot = _Slot(envelope, self._free.pop())

@@ -44,7 +44,7 @@ class CoreSendChannel(SendChannel):
             tag.stage,
             tag.kind,
             tag.microbatch,
-            tag.evaluates,
+            tag.run,
             tag.rows,
             tag.batch_rows,
             [tensor.data_ptr() for tensor in tensors],

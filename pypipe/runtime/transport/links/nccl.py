@@ -87,7 +87,7 @@ class NcclSendChannel(CoreSendChannel):
         self._device = device
         self._leaving: deque[tuple[int, Sequence[Tensor]]] = deque()
         self._slots = core.counters["slots"]
-        self._seen: set[bool] = set()  # runs by whether they evaluate: a stage may have one graph for each
+        self._seen: set[int] = set()  # runs: a stage may have one graph for each
         self._reuses = False
         self._due = self._has_sent = False
         self.held_back = False
@@ -99,7 +99,7 @@ class NcclSendChannel(CoreSendChannel):
         return super().send(tree, microbatch, rows, batch_rows, lease)
 
     def transfer(self, layout: _core.OutgoingLayout, tag: Tag, tensors: Sequence[Tensor]) -> None:
-        stream, first = current_stream(self._device), self._evaluates not in self._seen
+        stream, first = current_stream(self._device), self._run not in self._seen
         if not self._reuses and self._lies_where_another_did(tensors):
             self._reuses = True
             if not first:
@@ -141,7 +141,7 @@ class NcclSendChannel(CoreSendChannel):
         self._leaving.clear()
         if self._has_sent:  # an eval sends no gradients
             self._has_sent = False
-            self._seen.add(self._evaluates)
+            self._seen.add(self._run)
 
 
 class NcclReceiveChannel(CoreReceiveChannel):
@@ -169,10 +169,10 @@ class NcclReceiveChannel(CoreReceiveChannel):
         self._slots = memory
         self._device = device
 
-    def begin(self, *, training: bool) -> None:
-        super().begin(training=training)
+    def begin(self, run: int) -> None:
+        super().begin(run)
         if self.static:
-            self._core.begin(int(training))
+            self._core.begin(run)
 
     def post(self, microbatch: int) -> None:
         """Starts to receive the next message, for whose announcement it waits unless its layout is promised."""
@@ -181,7 +181,7 @@ class NcclReceiveChannel(CoreReceiveChannel):
     def wait(self, tag: Tag) -> _core.Message:
         """The next message, whose receive was posted; the current stream waits for its bytes."""
         stream = current_stream(self._device)
-        return self._core.receive(tag.stage, tag.kind, tag.microbatch, tag.evaluates, stream, self._wait_policy)
+        return self._core.receive(tag.stage, tag.kind, tag.microbatch, tag.run, stream, self._wait_policy)
 
     def tensor(self, message: Any, spec: TensorSpec, offset: int) -> Tensor:
         tensor = torch.empty(0, dtype=spec.dtype, device=self._device)

@@ -68,9 +68,10 @@ class ShmReceiveChannel(CoreReceiveChannel):
         self._ahead: dict[int, tuple[list[Tensor], list[Tensor]]] = {}  # tensors and leaves, by slot
         self._keeps = False
 
-    def begin(self, *, training: bool) -> None:
-        super().begin(training=training)
+    def begin(self, run: int) -> None:
+        super().begin(run)
         # Only if tensors are now what they would be later: no mode changes them.
+        training = run % 2 == 0
         self._keeps = (
             training and torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not are_modes_active()
         )
@@ -87,7 +88,7 @@ class ShmReceiveChannel(CoreReceiveChannel):
             self._last = None
             tensors = self._copies_on_slot(last, layout)
             self._ahead[last.pointer] = tensors, layout.enter(tensors)
-        return self._core.receive(tag.stage, tag.kind, tag.microbatch, tag.evaluates, _HOST, self._wait_policy)
+        return self._core.receive(tag.stage, tag.kind, tag.microbatch, tag.run, _HOST, self._wait_policy)
 
     def _open(
         self, message: Any, layout: IncomingLayout, *, training: bool

@@ -285,10 +285,10 @@ def posts_before_anything_is_sent(rank: int, size: int, group: Any) -> list[str]
         for run in range(3):
             for sender in connection.senders.values():
                 sender.static = True
-                sender.begin(training=True)
+                sender.begin(2)
             for receives in connection.receivers.values():
                 receives.static = True
-                receives.begin(training=True)
+                receives.begin(2)
             if rank == 0:
                 if run:
                     dist.barrier(group)

@@ -140,7 +140,7 @@ def _stages(loop: SelfLoop, modules: Sequence[Any], loss_fn: Any, n_microbatches
 def _step(loop: SelfLoop, stages: list[StageExecution], x: Any, y: Any, n_microbatches: int) -> None:
     batch = Batch((x,), {}, y, ChunkSpecs(), n_microbatches, first=True, training=True)
     for stage in stages:
-        stage.begin(batch, training=True, keep_results=False, with_loss=True)
+        stage.begin(batch, 2 * n_microbatches, keep_results=False, with_loss=True)
     for microbatch in range(n_microbatches):
         for stage, after in zip(stages, [*stages[1:], None], strict=True):
             stage.forward(microbatch)

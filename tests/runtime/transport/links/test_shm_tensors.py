@@ -18,8 +18,8 @@ from pypipe.runtime.transport.lease import Lease
 
 
 def _begin(pair: Pair, *, training: bool) -> None:
-    pair.sender.begin(training=training)
-    pair.receiver.begin(training=training)
+    pair.sender.begin(2 if training else 3)
+    pair.receiver.begin(2 if training else 3)
 
 
 def _pass_on(pair: Pair, tree: Any, microbatch: int = 0, *, training: bool = True) -> Lease:
