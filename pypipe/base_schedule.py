@@ -286,7 +286,7 @@ class Schedule:
         *,
         parameters: Iterable[torch.Tensor] = (),
     ) -> torch.Tensor:
-        """Clips the gradients of all stages by the norm of all of them, as torch.nn.utils.clip_grad_norm_ does it.
+        """Clips the gradients of all stages by the norm of all of them, as `torch.nn.utils.clip_grad_norm_` does it.
 
         Every rank calls it after the same step(), also one whose stages have no parameters. What counts: the parameters
         of every stage, and of a loss_fn that is an nn.Module, each once, however many replicas or copies there are; of
