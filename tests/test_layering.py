@@ -30,6 +30,7 @@ LAYERS = [
     "pypipe.runtime.step",
     "pypipe.stage",
     "pypipe.ties",
+    "pypipe.inside_stage",
     "pypipe.base_schedule",
     "pypipe.grad_scaler",
     "pypipe.schedules",
