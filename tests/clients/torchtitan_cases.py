@@ -8,10 +8,10 @@ from typing import Any
 import torchtitan_setup
 
 
-def train(rank: int, size: int, group: Any, lib: str, folder: str, schedule: str, options: dict[str, Any]) -> dict[str, Any]:
+def train(rank: int, size: int, group: Any, folder: str, schedule: str, options: dict[str, Any]) -> dict[str, Any]:
     """Losses and gradient norms of each step, and what the parameters sum up to at the end."""
     os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    titan = torchtitan_setup.import_torchtitan(lib)
+    titan = torchtitan_setup.import_torchtitan()
     config = torchtitan_setup.trainer_config(folder, schedule, **options)
     trainer = config.build()
     found: dict[str, Any] = {"losses": [], "norms": [], "class": type(trainer.pp_schedule).__module__}
@@ -19,6 +19,7 @@ def train(rank: int, size: int, group: Any, lib: str, folder: str, schedule: str
         found["losses"].append(loss),
         found["norms"].append(norm),
     )
+    trainer.metrics_processor.log_validation = lambda loss, _step: found["losses"].append(loss)
     try:
         trainer.train()
         found["parameters"] = [

@@ -17,10 +17,17 @@ SEQ_LEN = 16
 VOCABULARY = 2048
 
 
-def import_torchtitan(lib: str) -> Any:
-    """torchtitan.trainer, with the pipelining of torch or of pypipe behind it, in a process that keeps to one of them."""
-    if os.environ.setdefault("PIPELINING_OF_TORCHTITAN", lib) != lib:
-        raise AssertionError("a process imports torchtitan once: give each library processes of its own")
+_modules: list[Any] = []
+
+
+def import_torchtitan() -> Any:
+    """torchtitan.trainer, with pypipe behind torch's names or, with PIPELINING_OF_TORCHTITAN=torch, torch itself."""
+    if not _modules:
+        _modules.append(_import(os.environ["PIPELINING_OF_TORCHTITAN"]))
+    return _modules[0]
+
+
+def _import(lib: str) -> Any:
     if lib == "pypipe":
         from pypipe.compat import install
 
@@ -134,8 +141,28 @@ def _no_tokenizer() -> Any:
     return NoTokenizer.Config()
 
 
-def trainer_config(folder: str, schedule: str, *, pp: int, fsdp: int, steps: int = 3, chunked: bool = False, **parallelism: Any) -> Any:
-    """torchtitan's configuration of its debug model, with what needs the network or a GPU left out."""
+def trainer_config(
+    folder: str,
+    schedule: str,
+    *,
+    pp: int,
+    fsdp: int,
+    recompute: bool = True,
+    chunked: bool = False,
+    validate: bool = False,
+    csv: str | None = None,
+) -> Any:
+    """torchtitan's configuration of its debug model, with what needs the network or a GPU left out.
+
+    Args:
+        folder: where it may write.
+        schedule: its name.
+        pp, fsdp: ranks of a pipeline, and pipelines, over which parameters are sharded.
+        recompute: selective activation checkpointing, which the debug model has.
+        chunked: the debug model's loss, which computes the head and runs its backward chunk by chunk.
+        validate: runs the validator after the first step.
+        csv: the file of a program in the schedule's place.
+    """
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.models.common import ScaledDotProductAttention
     from torchtitan.models.llama3 import model_registry
@@ -147,17 +174,22 @@ def trainer_config(folder: str, schedule: str, *, pp: int, fsdp: int, steps: int
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     if not chunked:
         config.loss = CrossEntropyLoss.Config(global_vocab_size=VOCABULARY)
+    if not recompute:
+        config.activation_checkpoint = None
     config.dump_folder = folder
-    config.training.local_batch_size = 8
+    config.training.local_batch_size = 4
     config.training.seq_len = SEQ_LEN
-    config.training.steps = steps
+    config.training.steps = 2
     config.training.disable_cuda_graphs = True
+    config.training.mixed_precision_param = "float32"
     config.parallelism.pipeline_parallel_schedule = schedule
+    config.parallelism.pipeline_parallel_schedule_csv = csv
     config.parallelism.pipeline_parallel_degree = pp
     config.parallelism.data_parallel_shard_degree = fsdp
-    for name, value in parallelism.items():
-        setattr(config.parallelism, name, value)
     config.dataloader, config.tokenizer = _data_loader(), _no_tokenizer()
     config.checkpoint.enable = False
+    config.validator.enable = validate
+    if validate:
+        config.validator.freq, config.validator.steps, config.validator.dataloader = 1, 1, _data_loader()
     config.debug.seed = 1234
     return config
