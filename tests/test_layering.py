@@ -31,6 +31,7 @@ LAYERS = [
     "pypipe.stage",
     "pypipe.base_schedule",
     "pypipe.schedules",
+    "pypipe.compat",
     "pypipe",
     "pypipe.commands",
     "pypipe.__main__",

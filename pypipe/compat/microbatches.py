@@ -29,19 +29,24 @@ class Microbatches:
         args: a tuple for each microbatch, for the first stage.
         kwargs: a dict for each microbatch, for each stage of this rank.
         targets: a target for each microbatch, for the loss.
-
-    Raises:
-        InputError: not a list, or not of M items.
+        problem: what is wrong with the call already. It is raised where the first of this rank's stages is called:
+            there an error reaches the other ranks.
     """
 
     def __init__(
-        self, count: int, args: list[Any] | None, kwargs: list[Any] | None, targets: list[Any] | None
+        self,
+        count: int,
+        args: list[Any] | None,
+        kwargs: list[Any] | None,
+        targets: list[Any] | None,
+        problem: str | None = None,
     ) -> None:
         for name, given in (("arg_mbs", args), ("kwarg_mbs", kwargs), ("target_mbs", targets)):
             if given is not None and not isinstance(given, list):
-                raise InputError(f"{name} is a {type(given).__name__}: give a list with an item for each microbatch")
-            if given is not None and len(given) != count:
-                raise InputError(f"{name} has {len(given)} items, but the schedule has {count} microbatches")
+                problem = f"{name} is a {type(given).__name__}: give a list with an item for each microbatch"
+            elif given is not None and len(given) != count:
+                problem = f"{name} has {len(given)} items, but the schedule has {count} microbatches: give one for each"
+        self._problem = problem
         self._args: list[Any] = args if args is not None else [()] * count
         self._kwargs: list[Any] = kwargs if kwargs is not None else [{}] * count
         self._targets = targets
@@ -76,6 +81,8 @@ class Microbatches:
         def substitute(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
             if _NUMBER not in kwargs:
                 return None
+            if self._problem is not None:
+                raise InputError(self._problem)
             number = int(kwargs[_NUMBER])
             own = self._args[number]
             if not isinstance(own, tuple):
@@ -98,10 +105,10 @@ class Loss:
         self.microbatches: Microbatches | None = None
         self.options: dict[str, Any] = {}
 
-    def __call__(self, output: Any, target: Any) -> Any:
+    def __call__(self, output: Any, target: Any, **options: Any) -> Any:
         if self.microbatches is not None:
-            target = self.microbatches.target_of(target)
-        return self.function(output, target, **self.options)
+            target, options = self.microbatches.target_of(target), self.options
+        return self.function(output, target, **options)
 
 
 class _LossModule(nn.Module):
@@ -112,8 +119,8 @@ class _LossModule(nn.Module):
         self.module = module
         self._loss = loss
 
-    def forward(self, output: Any, target: Any) -> Any:
-        return self._loss(output, target)
+    def forward(self, output: Any, target: Any, **options: Any) -> Any:
+        return self._loss(output, target, **options)
 
 
 def loss_of(loss: Loss) -> Callable[..., Any]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 from pypipe import schedules
 from pypipe.base_schedule import Schedule
 from pypipe.compat import tables
 from pypipe.compat.microbatches import Loss, Microbatches, loss_of
-from pypipe.errors import ConfigurationError, InputError
+from pypipe.errors import ConfigurationError
 from pypipe.program import Program
+from pypipe.runtime.rendezvous.exchange import refuse
 from pypipe.stage import PipelineStage
 
 __all__ = ["CLASSES", "PipelineScheduleMulti", "PipelineScheduleSingle", "get_schedule_class"]
@@ -61,6 +63,15 @@ class _PipelineSchedule:
             self._build(Schedule, (program,))
         finally:
             self._arguments = arguments
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """The other ranks need not wait for one that has no program."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            refuse(self._pipeline_stages[0].world, f"rank {self.rank}: {error}")
+            raise
 
     @property
     def _num_stages(self) -> int:
@@ -166,12 +177,13 @@ class _PipelineSchedule:
         options: dict[str, Any] = {"losses": losses, "return_outputs": return_outputs}
         if all(given is None for given in cut):
             return run(*args, target=target, loss_kwargs=loss_kwargs, **options, **kwargs)
+        problem = None
         if args or kwargs or target is not None:
-            raise InputError(
+            problem = (
                 "a call takes a batch (args, kwargs, target) or microbatches (arg_mbs, kwarg_mbs, target_mbs), not "
                 "both: give all of them cut"
             )
-        microbatches = Microbatches(self._n_microbatches, *cut)
+        microbatches = Microbatches(self._n_microbatches, *cut, problem)
         with microbatches.given_to(self._pipeline_stages):
             if self._loss is None:
                 return run(target=microbatches.target, **options, **microbatches.kwargs)
@@ -256,7 +268,8 @@ class PipelineScheduleMulti(_PipelineSchedule):
             ConfigurationError: the file and the format, the stages or the microbatches do not fit.
             ProgramError: a cell, or the file as a whole, is not a program.
         """
-        self._run_program(tables.read(filename, format))
+        with self._telling():
+            self._run_program(tables.read(filename, format))
 
     def _dump_csv(self, filename: str | os.PathLike[str], format: str = "compute_only") -> None:
         program = self._ready().program
@@ -275,7 +288,8 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
 
     def _prepare_schedule_with_comms(self, actions: Mapping[int, Sequence[Any]], format: str = "compute_only") -> None:
         """Runs the program of this table from now on."""
-        self._run_program(tables.program_of(actions, format))
+        with self._telling():
+            self._run_program(tables.program_of(actions, format))
 
     def _dump_csv(self, filename: str | os.PathLike[str], format: str = "compute_comms") -> None:
         super()._dump_csv(filename, format)

@@ -56,6 +56,7 @@ def _take_microbatches() -> None:
     def step(
         self: Any,
         *,
+        target: None = None,  # which eval() passes on
         arg_mbs: Any = None,
         kwarg_mbs: Any = None,
         target_mbs: Any = None,
@@ -105,7 +106,7 @@ def _data_loader() -> Any:
     class RandomTokens(BaseDataLoader):
         @dataclasses.dataclass(kw_only=True, slots=True)
         class Config(BaseDataLoader.Config):
-            pass
+            infinite: bool = True
 
         def __init__(self, config: Any, *, dp_rank: int, local_batch_size: int, seq_len: int, **_: Any) -> None:
             self._shape = (local_batch_size, seq_len + 1)
