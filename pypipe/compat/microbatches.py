@@ -73,7 +73,9 @@ class Microbatches:
         with contextlib.ExitStack() as hooks:
             for stage in stages:
                 # First of all hooks: FSDP's and the trainer's own see the arguments themselves.
-                hook = stage.submod.register_forward_pre_hook(self._hook(stage.is_first), prepend=True, with_kwargs=True)
+                hook = stage.submod.register_forward_pre_hook(
+                    self._hook(stage.is_first), prepend=True, with_kwargs=True
+                )
                 hooks.callback(hook.remove)
             yield
 
@@ -105,7 +107,17 @@ class Loss:
         self.microbatches: Microbatches | None = None
         self.options: dict[str, Any] = {}
 
+    @contextlib.contextmanager
+    def of(self, microbatches: Microbatches, options: dict[str, Any] | None) -> Iterator[None]:
+        """While it lasts, targets are looked up."""
+        self.microbatches, self.options = microbatches, options or {}
+        try:
+            yield
+        finally:
+            self.microbatches, self.options = None, {}
+
     def __call__(self, output: Any, target: Any, **options: Any) -> Any:
+        """The loss of one microbatch."""
         if self.microbatches is not None:
             target, options = self.microbatches.target_of(target), self.options
         return self.function(output, target, **options)

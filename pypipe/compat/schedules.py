@@ -1,4 +1,4 @@
-"""torch's schedules, each of which runs the pypipe schedule of its name: base classes, constructors, private methods."""
+"""torch's schedules, each of which runs the pypipe schedule of its name, and their base classes."""
 
 from __future__ import annotations
 
@@ -54,11 +54,14 @@ class _PipelineSchedule:
         """Runs this program from now on."""
         if self.schedule is not None:
             self.schedule.close()
-        arguments, self._arguments = self._arguments, {
-            name: value
-            for name, value in self._arguments.items()
-            if name not in ("backward_requires_autograd", "defer_pp_recv", "use_full_backward")
-        }
+        arguments, self._arguments = (
+            self._arguments,
+            {
+                name: value
+                for name, value in self._arguments.items()
+                if name not in ("backward_requires_autograd", "defer_pp_recv", "use_full_backward")
+            },
+        )
         try:
             self._build(Schedule, (program,))
         finally:
@@ -116,7 +119,7 @@ class _PipelineSchedule:
         target_mbs: list[Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """pypipe's step(), which also takes microbatches that are cut already.
+        """Trains one batch as `pypipe.Schedule.step` does, also one that is cut into microbatches already.
 
         Args:
             args, target, losses, return_outputs, loss_kwargs, kwargs: as `pypipe.Schedule.step` takes them.
@@ -128,7 +131,14 @@ class _PipelineSchedule:
             InputError: a batch and microbatches together; not M microbatches. Else what `pypipe.Schedule.step` raises.
         """
         return self._call(
-            not self._has_backward, args, kwargs, target, (arg_mbs, kwarg_mbs, target_mbs), losses, return_outputs, loss_kwargs
+            not self._has_backward,
+            args,
+            kwargs,
+            target,
+            (arg_mbs, kwarg_mbs, target_mbs),
+            losses,
+            return_outputs,
+            loss_kwargs,
         )
 
     def eval(
@@ -143,7 +153,7 @@ class _PipelineSchedule:
         target_mbs: list[Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """pypipe's eval(); arguments are step()'s."""
+        """Runs forwards only, as `pypipe.Schedule.eval` does, of what step() takes."""
         return self._call(
             True, args, kwargs, target, (arg_mbs, kwarg_mbs, target_mbs), losses, return_outputs, loss_kwargs
         )
@@ -174,9 +184,9 @@ class _PipelineSchedule:
     ) -> Any:
         schedule = self._ready()
         run = schedule.eval if forward_only else schedule.step
-        options: dict[str, Any] = {"losses": losses, "return_outputs": return_outputs}
         if all(given is None for given in cut):
-            return run(*args, target=target, loss_kwargs=loss_kwargs, **options, **kwargs)
+            options: dict[str, Any] = {"losses": losses, "return_outputs": return_outputs, "loss_kwargs": loss_kwargs}
+            return run(*args, target=target, **options, **kwargs)
         problem = None
         if args or kwargs or target is not None:
             problem = (
@@ -184,14 +194,12 @@ class _PipelineSchedule:
                 "both: give all of them cut"
             )
         microbatches = Microbatches(self._n_microbatches, *cut, problem)
-        with microbatches.given_to(self._pipeline_stages):
-            if self._loss is None:
-                return run(target=microbatches.target, **options, **microbatches.kwargs)
-            self._loss.microbatches, self._loss.options = microbatches, loss_kwargs or {}
-            try:
-                return run(target=microbatches.target, **options, **microbatches.kwargs)
-            finally:
-                self._loss.microbatches, self._loss.options = None, {}
+        given: dict[str, Any] = {"losses": losses, "return_outputs": return_outputs, **microbatches.kwargs}
+        with contextlib.ExitStack() as during:
+            during.enter_context(microbatches.given_to(self._pipeline_stages))
+            if self._loss is not None:
+                during.enter_context(self._loss.of(microbatches, loss_kwargs))
+            return run(target=microbatches.target, **given)
 
     def _ready(self) -> Schedule:
         if self.schedule is None:
@@ -207,8 +215,8 @@ class _PipelineSchedule:
             except (AttributeError, KeyError):
                 pass
         raise AttributeError(
-            f"{name!r}: pypipe.compat puts pypipe's {type(self).__name__} in the place of torch's, and neither has such "
-            "an attribute there; see the page 'Migrating from torch.distributed.pipelining'"
+            f"{name!r}: pypipe.compat puts pypipe's {type(self).__name__} in the place of torch's, and it has no such "
+            "attribute; see the page 'Migrating from torch.distributed.pipelining'"
         )
 
     def __repr__(self) -> str:

@@ -63,6 +63,6 @@ def build_stage(
     """
     raise ConfigurationError(
         f"stage {stage_index}: Pipe.build_stage() and build_stage() make torch's own stages, which pypipe's schedules "
-        f"do not run: give PipelineStage(pipe.get_stage_module({stage_index}), {stage_index}, pipe.num_stages, device), "
-        "if each stage takes what the one before returns, or call pypipe.compat.uninstall() first"
+        f"do not run: give PipelineStage(pipe.get_stage_module({stage_index}), {stage_index}, pipe.num_stages, "
+        "device), if each stage takes what the one before returns, or call pypipe.compat.uninstall() first"
     )

@@ -56,8 +56,6 @@ def write(program: Program, path: str | os.PathLike[str]) -> None:
         file.write(dumps_csv(program))
 
 
-
-
 def _torchs(action: Any) -> Any:
     try:
         return torch_schedules._Action.from_str(str(action))
@@ -77,5 +75,7 @@ def _checked(program: Program, format: str, source: str) -> Program:
             "format='compute_comms'"
         )
     if len(program.chains) > 1:
-        raise ProgramError(f"{source}: torch's schedules know one chain of stages: build pypipe.ScheduleDualPipe instead")
+        raise ProgramError(
+            f"{source}: torch's schedules know one chain of stages: build pypipe.ScheduleDualPipe instead"
+        )
     return program

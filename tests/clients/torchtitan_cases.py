@@ -6,14 +6,19 @@ import os
 from typing import Any
 
 import torchtitan_setup
+from torch.distributed.fsdp import FSDPModule
 
 
 def train(rank: int, size: int, group: Any, folder: str, schedule: str, options: dict[str, Any]) -> dict[str, Any]:
     """Losses and gradient norms of each step, and what the parameters sum up to at the end."""
     os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    titan = torchtitan_setup.import_torchtitan()
+    torchtitan_setup.import_torchtitan()
     config = torchtitan_setup.trainer_config(folder, schedule, **options)
     trainer = config.build()
+    for part in trainer.model_parts:
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # a factor within the reduction is beyond gloo
     found: dict[str, Any] = {"losses": [], "norms": [], "class": type(trainer.pp_schedule).__module__}
     trainer.metrics_processor.log = lambda _step, loss, _max, norm, **_: (
         found["losses"].append(loss),

@@ -35,7 +35,7 @@ def _import(lib: str) -> Any:
     else:
         _take_microbatches()
     # torchtitan asks for the accelerator once, as it is imported; without one it takes CUDA for granted.
-    torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[attr-defined]
+    torch._utils._get_available_device_type = lambda: "cpu"
     import torchtitan.components.metrics as metrics
     import torchtitan.trainer
     from torchtitan.distributed import utils
@@ -103,9 +103,9 @@ def _data_loader() -> Any:
     """torchtitan's data come from the hub; these are random tokens, the same for both libraries."""
     from torchtitan.components.dataloader import BaseDataLoader
 
-    class RandomTokens(BaseDataLoader):
+    class RandomTokens(BaseDataLoader):  # type: ignore[misc]
         @dataclasses.dataclass(kw_only=True, slots=True)
-        class Config(BaseDataLoader.Config):
+        class Config(BaseDataLoader.Config):  # type: ignore[misc]
             infinite: bool = True
 
         def __init__(self, config: Any, *, dp_rank: int, local_batch_size: int, seq_len: int, **_: Any) -> None:
@@ -131,9 +131,9 @@ def _no_tokenizer() -> Any:
     """In place of the files of a tokenizer: the data are tokens already."""
     from torchtitan.config import Configurable
 
-    class NoTokenizer(Configurable):
+    class NoTokenizer(Configurable):  # type: ignore[misc]
         @dataclasses.dataclass(kw_only=True, slots=True)
-        class Config(Configurable.Config):
+        class Config(Configurable.Config):  # type: ignore[misc]
             pass
 
         def __init__(self, config: Any, **_: Any) -> None:
@@ -187,6 +187,8 @@ def trainer_config(
     config.parallelism.pipeline_parallel_schedule_csv = csv
     config.parallelism.pipeline_parallel_degree = pp
     config.parallelism.data_parallel_shard_degree = fsdp
+    if fsdp > 1:  # the default backend gives fully_shard plain tensors, which it refuses in torch 2.13
+        config.parallelism.spmd_backend = "partial_dtensor"
     config.dataloader, config.tokenizer = _data_loader(), _no_tokenizer()
     config.checkpoint.enable = False
     config.validator.enable = validate

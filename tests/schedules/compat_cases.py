@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import swap_runs
+import swap_scripts
 import torch
 import torch.distributed.pipelining
 from swap_models import CPU, WIDTH, Layer, Scaled, data, gradients_of, module_of
@@ -36,7 +37,7 @@ def installed_for_sure() -> Iterator[None]:
 def run_both(rank: int, size: int, group: Any, script: str, *arguments: Any) -> list[str]:
     """Runs a script with torch's classes and, under the same names, with pypipe's; says what differs."""
     lib = torch.distributed.pipelining
-    function = swap_runs.SCRIPTS.get(script) or getattr(swap_runs, script)
+    function = swap_scripts.SCRIPTS.get(script) or getattr(swap_runs, script)
     theirs = function(lib, rank, size, group, *arguments)
     with installed_for_sure():
         mine = function(lib, rank, size, group, *arguments)
@@ -65,12 +66,13 @@ def schedule_of(rank: int, size: int, group: Any, name: str, modules: list[nn.Mo
     pieces = pieces_of(rank, size, name)
     total = size if name in SINGLE else 2 * size
     stages = [
-        lib.PipelineStage(module, piece, total, CPU, group=group)
-        for module, piece in zip(modules, pieces, strict=True)
+        lib.PipelineStage(module, piece, total, CPU, group=group) for module, piece in zip(modules, pieces, strict=True)
     ]
     cls = schedules.get_schedule_class(name)
     arguments = {"n_microbatches": len(ROWS), "loss_fn": functional.mse_loss, **options}
-    return cls(stages[0], **arguments) if issubclass(cls, schedules.PipelineScheduleSingle) else cls(stages, **arguments)
+    return (
+        cls(stages[0], **arguments) if issubclass(cls, schedules.PipelineScheduleSingle) else cls(stages, **arguments)
+    )
 
 
 def microbatches(first: bool, last: bool) -> tuple[Any, Any, Any]:
@@ -138,7 +140,7 @@ def loaded_csv(rank: int, size: int, group: Any, name: str, format: str, folder:
         runtime = schedules._PipelineScheduleRuntime(
             stages, n_microbatches=len(ROWS), loss_fn=functional.mse_loss, scale_grads=False
         )
-        runtime._load_csv(path, format=format)
+        runtime._load_csv(path, format=format)  # type: ignore[arg-type]
         has_last = 2 * size - 1 in pieces
         arguments, options, targets = microbatches(0 in pieces, has_last)
         mine: list[Tensor] | None = [] if has_last else None

@@ -182,7 +182,7 @@ class TestWhatIsRefused:
             runtime.register_custom_function(schedules.FORWARD, lambda *_: None)
         with pytest.raises(pypipe.ConfigurationError, match="format='own'"):
             runtime._load_csv("none.csv", format="own")  # type: ignore[arg-type]
-        with pytest.raises(AttributeError, match="'bwd_recv_ops'.*neither has such"):
+        with pytest.raises(AttributeError, match=r"'bwd_recv_ops'.* has no such"):
             _ = runtime.bwd_recv_ops
 
 
