@@ -50,13 +50,12 @@ def _imported_before(replaced: dict[tuple[types.ModuleType, str], Any]) -> list[
         names = sorted({theirs[id(value)] for value in list(own.values()) if id(value) in theirs})
         if names:
             found.append(f"{module_name} ({', '.join(names)})")
-    classes: list[type] = [value for value in replaced.values() if isinstance(value, type)]
-    pairs: list[tuple[type, type]] = [(cls, each) for cls in classes for each in cls.__subclasses__()]
-    derived = {
-        f"{each.__module__}.{each.__qualname__} (derived from {cls.__name__})"
-        for cls, each in pairs
-        if each.__module__.partition(".")[0] not in ("torch", "pypipe")
-    }
+    derived = set()
+    for cls in (value for value in replaced.values() if isinstance(value, type)):
+        each: type
+        for each in cls.__subclasses__():
+            if each.__module__.partition(".")[0] not in ("torch", "pypipe"):
+                derived.add(f"{each.__module__}.{each.__qualname__} (derived from {cls.__name__})")
     return sorted([*found, *derived])
 
 

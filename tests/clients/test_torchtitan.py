@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -87,3 +89,17 @@ def test_a_program_of_a_csv_file(both: Both, tmp_path: Path) -> None:
     path = tmp_path / "looped.csv"
     pypipe.program.dump_csv(pypipe.program.build("interleaved", 2, 4, stages_per_rank=2), path)
     _check(both("PipelineScheduleMulti", csv=str(path)))
+
+
+def test_torchtitan_imported_too_early_is_named() -> None:
+    text = """
+import torchtitan.distributed.pipeline_parallel
+import pypipe.compat
+try:
+    pypipe.compat.install()
+except pypipe.ConfigurationError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120)
+    assert "comes too late" in done.stdout, done.stdout + done.stderr
+    assert "torchtitan.distributed.pipeline_parallel (PipelineScheduleMulti, " in done.stdout
