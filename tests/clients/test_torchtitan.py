@@ -77,7 +77,9 @@ def test_losses_norms_and_parameters_are_torchs(both: Both, schedule: str, fsdp:
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
 def test_a_loss_that_runs_its_backward_chunk_by_chunk(both: Both, schedule: str) -> None:
-    _check(both(schedule, chunked=True, torchs={"recompute": schedule not in SPLIT_BACKWARD}))
+    # With torch's split backward this loss gives other gradients than the same loss computed whole.
+    whole = {"chunked": False, "recompute": False}
+    _check(both(schedule, chunked=True, torchs=whole if schedule in SPLIT_BACKWARD else None))
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])

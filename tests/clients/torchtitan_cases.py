@@ -24,7 +24,7 @@ def train(rank: int, size: int, group: Any, folder: str, schedule: str, options:
         found["losses"].append(loss),
         found["norms"].append(norm),
     )
-    trainer.metrics_processor.log_validation = lambda loss, _step: found["losses"].append(loss)
+    trainer.metrics_processor.log_validation = lambda loss, step: found["losses"].append(loss)
     try:
         trainer.train()
         found["parameters"] = [
