@@ -12,9 +12,9 @@ from typing import Any, ClassVar, NoReturn
 from pypipe import schedules
 from pypipe.base_schedule import Schedule
 from pypipe.compat import tables
-from pypipe.compat.microbatches import Loss, Microbatches, loss_of
 from pypipe.errors import ConfigurationError
 from pypipe.program import Program
+from pypipe.runtime.batch.merging import merge
 from pypipe.runtime.rendezvous.exchange import refuse
 from pypipe.stage import PipelineStage
 
@@ -41,14 +41,12 @@ class _PipelineSchedule:
         self._loss_fn: Callable[..., Any] | None = arguments.pop("loss_fn", None)
         self.scale_grads: bool = arguments.get("scale_grads", True)
         self._has_backward = self._loss_fn is not None
-        self._loss = Loss(self._loss_fn) if callable(self._loss_fn) else None
         self._arguments = arguments
         if self._pypipe_class is not None:
             self._build(self._pypipe_class, ())
 
     def _build(self, kind: Callable[..., Schedule], program: tuple[Program, ...]) -> None:
-        loss = loss_of(self._loss) if self._loss is not None else self._loss_fn
-        self.schedule = kind(*program, self._pipeline_stages, self._n_microbatches, loss, **self._arguments)
+        self.schedule = kind(*program, self._pipeline_stages, self._n_microbatches, self._loss_fn, **self._arguments)
 
     def _run_program(self, program: Program) -> None:
         """Runs this program from now on."""
@@ -107,56 +105,18 @@ class _PipelineSchedule:
             return {stage: stage % self.pp_group_size for stage in range(self._num_stages)}
         return tables.stage_to_rank(self.schedule.program)
 
-    def step(
-        self,
-        *args: Any,
-        target: Any = None,
-        losses: list[Any] | None = None,
-        return_outputs: bool = True,
-        loss_kwargs: dict[str, Any] | None = None,
-        arg_mbs: list[Any] | None = None,
-        kwarg_mbs: list[Any] | None = None,
-        target_mbs: list[Any] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Trains one batch as `pypipe.Schedule.step` does, also one that is cut into microbatches already.
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains one batch as `pypipe.Schedule.step` does, whose arguments it takes.
 
-        Args:
-            args, target, losses, return_outputs, loss_kwargs, kwargs: as `pypipe.Schedule.step` takes them.
-            arg_mbs: for each microbatch the tuple of the first stage's positional arguments, in place of `args`.
-            kwarg_mbs: for each microbatch the keyword arguments of each of this rank's stages, in place of `kwargs`.
-            target_mbs: for each microbatch the target, in place of `target`.
-
-        Raises:
-            InputError: a batch and microbatches together; not M microbatches. Else what `pypipe.Schedule.step` raises.
+        Returns:
+            As torch's: the merged outputs, also of microbatches that came cut.
         """
-        return self._call(
-            not self._has_backward,
-            args,
-            kwargs,
-            target,
-            (arg_mbs, kwarg_mbs, target_mbs),
-            losses,
-            return_outputs,
-            loss_kwargs,
-        )
+        schedule = self._ready()
+        return self._merged((schedule.step if self._has_backward else schedule.eval)(*args, **kwargs), kwargs)
 
-    def eval(
-        self,
-        *args: Any,
-        target: Any = None,
-        losses: list[Any] | None = None,
-        return_outputs: bool = True,
-        loss_kwargs: dict[str, Any] | None = None,
-        arg_mbs: list[Any] | None = None,
-        kwarg_mbs: list[Any] | None = None,
-        target_mbs: list[Any] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Runs forwards only, as `pypipe.Schedule.eval` does, of what step() takes."""
-        return self._call(
-            True, args, kwargs, target, (arg_mbs, kwarg_mbs, target_mbs), losses, return_outputs, loss_kwargs
-        )
+    def eval(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs forwards only, as `pypipe.Schedule.eval` does, whose arguments it takes."""
+        return self._merged(self._ready().eval(*args, **kwargs), kwargs)
 
     def _step_microbatches(
         self,
@@ -167,39 +127,20 @@ class _PipelineSchedule:
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """step() of microbatches, which returns nothing."""
-        given = ([()] * self._n_microbatches if arg_mbs is None else arg_mbs, kwarg_mbs, target_mbs)
-        self._call(not self._has_backward, (), {}, None, given, losses, return_outputs, loss_kwargs)
+        """Trains one batch that came cut, and returns nothing."""
+        self.step(
+            arg_mbs=arg_mbs,
+            kwarg_mbs=kwarg_mbs,
+            target_mbs=target_mbs,
+            losses=losses,
+            return_outputs=return_outputs,
+            loss_kwargs=loss_kwargs,
+        )
 
-    def _call(
-        self,
-        forward_only: bool,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        target: Any,
-        cut: tuple[list[Any] | None, list[Any] | None, list[Any] | None],
-        losses: list[Any] | None,
-        return_outputs: bool,
-        loss_kwargs: dict[str, Any] | None,
-    ) -> Any:
-        schedule = self._ready()
-        run = schedule.eval if forward_only else schedule.step
-        if all(given is None for given in cut):
-            options: dict[str, Any] = {"losses": losses, "return_outputs": return_outputs, "loss_kwargs": loss_kwargs}
-            return run(*args, target=target, **options, **kwargs)
-        problem = None
-        if args or kwargs or target is not None:
-            problem = (
-                "a call takes a batch (args, kwargs, target) or microbatches (arg_mbs, kwarg_mbs, target_mbs), not "
-                "both: give all of them cut"
-            )
-        microbatches = Microbatches(self._n_microbatches, *cut, problem)
-        given: dict[str, Any] = {"losses": losses, "return_outputs": return_outputs, **microbatches.kwargs}
-        with contextlib.ExitStack() as during:
-            during.enter_context(microbatches.given_to(self._pipeline_stages))
-            if self._loss is not None:
-                during.enter_context(self._loss.of(microbatches, loss_kwargs))
-            return run(target=microbatches.target, **given)
+    def _merged(self, outputs: Any, given: dict[str, Any]) -> Any:
+        """Of microbatches that came cut pypipe returns a list."""
+        came_cut = any(given.get(name) is not None for name in ("arg_mbs", "kwarg_mbs", "target_mbs"))
+        return merge(outputs, self._arguments.get("output_merge_spec")) if came_cut and outputs else outputs
 
     def _ready(self) -> Schedule:
         if self.schedule is None:

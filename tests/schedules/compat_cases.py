@@ -92,7 +92,7 @@ def whole(total: int, scale_grads: bool) -> tuple[list[Tensor], Tensor, list[lis
         for module in modules:
             x = module(x, **more)
         loss = functional.mse_loss(x, target)
-        (loss / len(ROWS) if scale_grads else loss).backward()
+        (loss * len(target) / sum(ROWS) if scale_grads else loss).backward()
         losses.append(loss.detach())
         outputs.append(x.detach())
     return losses, torch.cat(outputs), [gradients_of(module) for module in modules]
@@ -162,7 +162,7 @@ def bad_microbatches(rank: int, size: int, group: Any, kind: str, culprit: int) 
             if kind == "length":
                 given["kwarg_mbs"] = options[1:]
             elif kind == "type":
-                given["kwarg_mbs"] = tuple(options)
+                given["kwarg_mbs"] = (each for each in options)
             elif kind == "both":
                 given["scale"] = options[0]["scale"]
             elif kind == "no target":
