@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from pypipe.errors import ConfigurationError
-from pypipe.program import Program, ProgramError, dumps_csv, loads_csv
+from pypipe.program import Program, ProgramError, dump_csv, load_csv, loads_csv
 
 __all__ = ["FORMATS", "program_of", "read", "stage_to_rank", "table_of", "write"]
 
@@ -26,8 +25,7 @@ def read(path: str | os.PathLike[str], format: str) -> Program:
         OSError: the file cannot be read.
     """
     _require_format(format)
-    text = Path(path).read_bytes().decode("utf-8-sig")
-    program = loads_csv(text, name="_load_csv", source=str(path))  # not the file's name: ranks compare it
+    program = load_csv(path, name="_load_csv")  # not the file's name: ranks compare it
     return _checked(program, format, str(path))
 
 
@@ -52,8 +50,7 @@ def stage_to_rank(program: Program) -> dict[int, int]:
 
 def write(program: Program, path: str | os.PathLike[str]) -> None:
     """Writes the program as torch's `_dump_csv` does."""
-    with open(path, "w", newline="") as file:
-        file.write(dumps_csv(program))
+    dump_csv(program, path)
 
 
 def _torchs(action: Any) -> Any:

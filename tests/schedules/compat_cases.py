@@ -128,7 +128,8 @@ def loaded_csv(rank: int, size: int, group: Any, name: str, format: str, folder:
     pieces = pieces_of(rank, size, name)
     theirs = schedule_of(rank, size, group, name, modules_of(pieces))
     assert type(theirs).__module__ == "torch.distributed.pipelining.schedules"
-    theirs._dump_csv(path, format)
+    if format != "table":
+        theirs._dump_csv(path, format)
     with installed_for_sure():
         lib = torch.distributed.pipelining
         losses, _, gradients = whole(2 * size, scale_grads=False)
@@ -140,7 +141,10 @@ def loaded_csv(rank: int, size: int, group: Any, name: str, format: str, folder:
         runtime = schedules._PipelineScheduleRuntime(
             stages, n_microbatches=len(ROWS), loss_fn=functional.mse_loss, scale_grads=False
         )
-        runtime._load_csv(path, format=format)  # type: ignore[arg-type]
+        if format == "table":
+            runtime._prepare_schedule_with_comms(theirs.pipeline_order)
+        else:
+            runtime._load_csv(path, format=format)  # type: ignore[arg-type]
         has_last = 2 * size - 1 in pieces
         arguments, options, targets = microbatches(0 in pieces, has_last)
         mine: list[Tensor] | None = [] if has_last else None

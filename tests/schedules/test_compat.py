@@ -50,9 +50,9 @@ def test_microbatches_that_are_cut_already(ranks: RankPool, name: str, scale_gra
     ranks.run(2, compat_cases.given_microbatches, name, scale_grads, timeout=30.0)
 
 
-@pytest.mark.parametrize("format", ["compute_only", "compute_comms"])
+@pytest.mark.parametrize("format", ["compute_only", "compute_comms", "table"])
 @pytest.mark.parametrize("name", [*compat_cases.LOOPED, *compat_cases.IN_A_V])
-def test_torchs_csv_files_run(ranks: RankPool, tmp_path: Path, name: str, format: str) -> None:
+def test_torchs_own_programs_run(ranks: RankPool, tmp_path: Path, name: str, format: str) -> None:
     ranks.run(2, compat_cases.loaded_csv, name, format, str(tmp_path), timeout=30.0)
 
 
