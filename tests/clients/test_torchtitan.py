@@ -17,7 +17,7 @@ import pypipe.program
 
 if importlib.util.find_spec("torchtitan") is None:
     pytest.skip("torchtitan, of the extra `clients`, is not installed", allow_module_level=True)
-pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.clients, pytest.mark.timeout(600)]
 
 SINGLE = ["GPipe", "1F1B"]
 LOOPED = ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"]
@@ -50,7 +50,7 @@ def both(_pool: Callable[[str, int], RankPool], tmp_path: Path) -> Both:
     def run(schedule: str, *, pp: int = 2, fsdp: int = 1, torchs: dict[str, Any] | None = None, **options: Any) -> Any:
         given = {"pp": pp, "fsdp": fsdp, **options}
         return tuple(
-            _pool(lib, pp * fsdp).run(pp * fsdp, torchtitan_cases.train, str(tmp_path), schedule, its, timeout=100.0)
+            _pool(lib, pp * fsdp).run(pp * fsdp, torchtitan_cases.train, str(tmp_path), schedule, its, timeout=200.0)
             for lib, its in (("pypipe", given), ("torch", given | (torchs or {})))
         )
 
