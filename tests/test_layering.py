@@ -34,6 +34,7 @@ LAYERS = [
     "pypipe.base_schedule",
     "pypipe.grad_scaler",
     "pypipe.schedules",
+    "pypipe.compat",
     "pypipe",
     "pypipe.commands",
     "pypipe.__main__",
