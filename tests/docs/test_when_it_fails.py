@@ -43,7 +43,7 @@ def _texts() -> Iterator[str]:
                 yield node.value
             elif isinstance(node, ast.JoinedStr):
                 yield "".join(str(each.value) if isinstance(each, ast.Constant) else "..." for each in node.values)
-    for path in (ROOT / "csrc").rglob("*.cpp"):
+    for path in (ROOT / "csrc").rglob("*.?pp"):
         yield from re.findall(r'"([^"\\]*)"', re.sub(r'"\s*\n\s*"', "", path.read_text()))
 
 
