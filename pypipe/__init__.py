@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pypipe.program import ProgramError
     from pypipe.runtime.batch.chunk_specs import Reduce, Replicate, TensorChunkSpec
     from pypipe.schedules import *  # noqa: F403
+    from pypipe.splitting.split import split
     from pypipe.stage import PipelineStage
     from pypipe.ties import tie
 
@@ -66,6 +67,7 @@ __all__: list[str] = [
     "__version__",
     "add_loss",
     "microbatch",
+    "split",
     "tie",
 ]
 
@@ -85,9 +87,10 @@ _HOMES = {
     "Reduce": "pypipe.runtime.batch.chunk_specs",
     "Replicate": "pypipe.runtime.batch.chunk_specs",
     "TensorChunkSpec": "pypipe.runtime.batch.chunk_specs",
-    "tie": "pypipe.ties",
     "add_loss": "pypipe.inside_stage",
     "microbatch": "pypipe.inside_stage",
+    "split": "pypipe.splitting.split",
+    "tie": "pypipe.ties",
 }
 
 

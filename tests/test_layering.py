@@ -31,6 +31,7 @@ LAYERS = [
     "pypipe.stage",
     "pypipe.ties",
     "pypipe.inside_stage",
+    "pypipe.splitting",
     "pypipe.base_schedule",
     "pypipe.grad_scaler",
     "pypipe.schedules",

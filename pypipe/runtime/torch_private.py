@@ -16,24 +16,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
     "ATTRIBUTES",
     "AccumulateGrad",
     "FunctionBase",
     "SavedTensor",
+    "TorchDispatchMode",
     "are_modes_active",
     "count_nodes_made",
     "default_store",
     "engine",
     "is_any_autocast_enabled",
+    "no_torch_function",
     "pytree",
     "storage_key",
     "storage_uses",
     "unsafe_view",
     "unscale",
     "without_modes",
+    "wrapper_tensor",
 ]
 
 engine: Any = torch.autograd.Variable._execution_engine
@@ -60,6 +63,25 @@ make nodes in their backward."""
 
 unsafe_view: Any = torch.ops.aten._unsafe_view.default
 """A tensor on the same memory that to autograd is no view. Without it: a Function that returns its input's detach()."""
+
+# TorchDispatchMode sees every operation and may compute something else. Without it: no pypipe.split().
+
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+"""As a class's __torch_function__: operations are not looked at above autograd. Without it: no pypipe.split()."""
+
+
+def wrapper_tensor(kind: type, like: Tensor, device: torch.device) -> Any:
+    """A tensor of a class of its own, without memory, that says it is on a device. Without it: no pypipe.split()."""
+    return Tensor._make_wrapper_subclass(
+        kind,
+        like.shape,
+        strides=like.stride(),
+        storage_offset=like.storage_offset(),
+        dtype=like.dtype,
+        layout=like.layout,
+        device=device,
+        requires_grad=False,
+    )
 
 
 def storage_uses(tensor: Tensor) -> int:
@@ -101,7 +123,8 @@ def default_store() -> Any:
 
 
 ATTRIBUTES = {
-    # Of tensors and nodes.
+    # Of tensors, nodes and operations.
+    "_schema": "of an operation: its name and which arguments it changes",
     "_version": "of a tensor: how often it was changed in place",
     "_use_count": "of a tensor: C++ references to it",
     "_ragged_idx": "of a jagged NestedTensor: which dimension is ragged",
@@ -111,6 +134,10 @@ ATTRIBUTES = {
     "_values": "of a sparse tensor that is not coalesced",
     "_input_metadata": "of a node: shapes and dtypes of the gradients that it takes",
     "_post_accumulate_grad_hooks": "of a tensor: hooks that are deferred to the end of a step",
+    "_is_param": "of a tensor: whether it passes for a Parameter",
+    "_parameters": "of a module: its own parameters by name",
+    "_buffers": "of a module: its own buffers by name",
+    "_modules": "of a module: its children by name",
     "_fields": "of GradientEdge, which from 2.7 on has an ownership_token",
     # Of DistributedDataParallel and of replicate(); where Reducer has no _autograd_hook, DDP in a stage is refused.
     "_autograd_hook": "of the reducer: says that a parameter's gradient is there",
