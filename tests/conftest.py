@@ -22,7 +22,7 @@ settings.load_profile("pypipe")
 
 # Files that take long come first, so that no worker is left with one at the end. Minutes or so, longest first.
 _LONG = ["nccl", "native", "campaign", "transparency", "demo", "signals", "autograd", "pipelines", "c10d"]
-_LONG += ["when_it_fails", "readme"]
+_LONG += ["splitting", "when_it_fails", "readme"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
