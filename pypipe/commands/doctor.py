@@ -228,7 +228,7 @@ def _explain(report: Report) -> None:
     if report.core.broken:
         notes.append("pypipe's own core does not load: install pypipe again, with this Python.")
         return
-    from pypipe.runtime.libraries import NCCL_MISSING, one_queue
+    from pypipe.runtime.libraries import NCCL_MISSING, one_queue, queues
 
     if report.torch.broken:
         notes.append("torch does not load, and nothing of pypipe runs without it: install it again.")
@@ -250,6 +250,8 @@ def _explain(report: Report) -> None:
     notes.extend(_which_nccl(report))
     if (problem := one_queue()) is not None:
         notes.append(problem)
+    elif report.gpus:
+        notes.append(queues())
     from pypipe.runtime.environment import misspelt
 
     notes.extend(f"{given} does nothing: did you mean {meant}?" for given, meant in misspelt().items())

@@ -21,6 +21,7 @@ __all__ = [
     "gpu",
     "nccl",
     "one_queue",
+    "queues",
 ]
 
 NCCL_NAME = "libnccl.so.2"
@@ -31,6 +32,11 @@ NCCL_MISSING = (
 
 # A variable of CUDA's own: how many hardware queues the streams of a device share.
 MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_CONNECTIONS, _MOST_CONNECTIONS = 8, 32  # without the variable; and the most that CUDA gives
+
+# A communicator's transfers have a stream of pypipe's; NCCL adds two of its own, for the device and for the host
+# (sharedRes in src/init.cc of 2.28.9).
+_STREAMS_OF_A_COMMUNICATOR = 3
 
 
 def one_queue() -> str | None:
@@ -42,6 +48,23 @@ def one_queue() -> str | None:
         "waits for the other rank, and transfers overlap no compute. Megatron sets it for tensor parallelism; for a "
         "pipeline, unset it."
     )
+
+
+def queues() -> str:
+    """How many communicators have queues of a GPU for all of their streams, and what to do for more."""
+    value = os.environ.get(MAX_CONNECTIONS, "")
+    given = value.isascii() and value.isdigit() and 1 <= int(value) <= _MOST_CONNECTIONS
+    connections = int(value) if given else _CONNECTIONS
+    enough = max(0, connections - 1) // _STREAMS_OF_A_COMMUNICATOR  # one is the compute stream's
+    origin = "" if given else f" unless {MAX_CONNECTIONS} says otherwise"
+    text = (
+        f"The streams of a GPU share {connections} queues of work{origin}. Compute has one stream and each NCCL "
+        f"communicator {_STREAMS_OF_A_COMMUNICATOR}, so up to {enough} communicators of a rank have queues of their "
+        "own; streams that share one can wait for each other."
+    )
+    if connections < _MOST_CONNECTIONS:
+        text += f" For more, set {MAX_CONNECTIONS}={_MOST_CONNECTIONS} before CUDA is initialized."
+    return text
 
 
 def find_cuda() -> tuple[_core.CudaLibrary | None, str]:

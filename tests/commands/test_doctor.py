@@ -151,6 +151,25 @@ def test_one_queue_for_all_streams_is_explained(value: str, explained: bool, mon
     assert explained == any("CUDA_DEVICE_MAX_CONNECTIONS=1" in note for note in report.notes)
 
 
+@pytest.mark.parametrize(
+    ("value", "connections", "communicators"), [(None, 8, 2), ("", 8, 2), ("many", 8, 2), ("16", 16, 5), ("32", 32, 10)]
+)
+def test_streams_are_held_against_connections_where_there_is_a_gpu(
+    value: str | None, connections: int, communicators: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if value is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", value)
+    without, report = report_with(), report_with(gpus=["a GPU"])
+    doctor._explain(without)
+    doctor._explain(report)
+    assert not any("queues of work" in note for note in without.notes)
+    (note,) = (note for note in report.notes if "queues of work" in note)
+    assert f"share {connections} queues" in note
+    assert f"up to {communicators} communicators" in note
+    assert ("set CUDA_DEVICE_MAX_CONNECTIONS=32" in note) == (connections < 32)
+
+
 def test_importing_pypipe_and_its_core_loads_no_gpu_library(tmp_path: Path) -> None:
     program = "import pypipe, pypipe._core; print(open('/proc/self/maps').read())"
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
