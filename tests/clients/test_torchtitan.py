@@ -102,6 +102,6 @@ try:
 except pypipe.ConfigurationError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-P", "-c", text], capture_output=True, text=True, timeout=120)
     assert "comes too late" in done.stdout, done.stdout + done.stderr
     assert "torchtitan.distributed.pipeline_parallel (PipelineScheduleMulti, " in done.stdout

@@ -98,7 +98,8 @@ def test_times_are_those_of_a_rank_whatever_its_stages(tmp_path: Path) -> None:
     work = [sum(end - start for events in panel["ranks"] for _, start, end in events) for panel in shown]
     assert work == [4 * (1 + 2 + 2 * 3 + 2 * 1)] * 3
     command = [sys.executable, "-m", "pypipe", "plan", "-p", "2", "-m", "4", "--tf", "1,2", "--tb", "3", "--json"]
-    plan = json.loads(subprocess.run([*command, "--no-search"], capture_output=True, text=True, check=True).stdout)
+    planning = subprocess.run([*command, "--no-search"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    plan = json.loads(planning.stdout)
     planned = {row["name"]: row for row in plan["schedules"]}
     for panel in shown:
         assert panel["step_time"] == planned[panel["name"]]["step_time"]

@@ -17,7 +17,7 @@ _RUN = (
 
 
 def _run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", _RUN.format(str(folder)), *arguments]
+    command = [sys.executable, "-P", "-c", _RUN.format(str(folder)), *arguments]  # the installed pypipe
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 

@@ -250,7 +250,7 @@ def test_what_does_not_fit_is_an_error_that_names_the_argument_and_the_remedy(ca
 
 def test_the_remedy_for_too_few_rows_always_works() -> None:
     for rows in range(1, 5):
-        with pytest.raises(InputError, match=f"n_microbatches <= {rows},"):
+        with pytest.raises(InputError, match=f"n_microbatches <= {rows} to the schedule"):
             split((numbered(rows),), None, rows + 1, "args")
         assert len(split((numbered(rows),), None, rows, "args")) == rows
 

@@ -68,7 +68,7 @@ def test_a_rank_on_another_host_says_that_it_ends_before_it_has_met_the_others(
     world = World(0, 3, store, None, "waiting")
     world.store.set(KEYS[0], "here")
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "store"), how]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert "the data are gone" in done.stderr
     expected, words = (PeerLost, "has ended before") if how == "alone" else (PipelineTimeout, "waited for rank 1, 2")
     with pytest.raises(expected, match=words):
