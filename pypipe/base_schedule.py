@@ -28,7 +28,7 @@ from pypipe.runtime.transport.links.communicators import communicators, max_ctas
 from pypipe.runtime.transport.links.registry import CHOICES
 from pypipe.stage import PipelineStage
 
-__all__ = ["Schedule", "pipeline_of"]
+__all__ = ["Schedule", "pipeline_of", "stages_of"]
 
 # Read once: a package that is being reinstalled has none for a moment.
 _VERSION = importlib.metadata.version("pypipe")
@@ -119,6 +119,7 @@ class Schedule:
             indices = ", ".join(str(stage.stage_index) for stage in given)
             where = f"rank {world.rank}, stage{'s' * (len(given) > 1)} {indices}"
             raise _refused(world, f"{where}: {error}") from None
+        self._stages = given
         self._settings = Settings(
             world=world,
             device=device,
@@ -146,6 +147,7 @@ class Schedule:
             timeout=seconds,
             checks=checks,
             static=shapes == "static",
+            renames=[stage.names.of if stage.names.is_given else None for stage in given],
             get_mesh=[stage.get_mesh for stage in given],
         )
         self._pipeline = Pipeline(self._settings)
@@ -368,6 +370,11 @@ class Schedule:
 
     def __exit__(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
         self._pipeline.close(error)
+
+
+def stages_of(schedule: Schedule) -> Sequence[PipelineStage]:
+    """What a schedule was built from on this rank."""
+    return schedule._stages
 
 
 def pipeline_of(schedule: Schedule) -> Pipeline:

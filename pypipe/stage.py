@@ -10,6 +10,7 @@ from torch import nn
 
 from pypipe.errors import ConfigurationError
 from pypipe.runtime.rendezvous.exchange import refuse
+from pypipe.runtime.rendezvous.global_names import GlobalNames, Prefix
 from pypipe.runtime.rendezvous.liveness import declare
 from pypipe.runtime.rendezvous.world import find_world
 
@@ -36,9 +37,13 @@ class PipelineStage:
         get_mesh: where the stage before returns DTensors: called as get_mesh(names, None) with the names of a mesh's
             dimensions, it returns this rank's mesh of that name. Needed only for meshes on which no parameter of this
             stage lies.
+        prefix: what the whole model calls this stage's content: a path before every local name ("layers.0"; a dot at
+            its end changes nothing), or a mapping from local paths to global ones ({"0": "model.layers.4"}), of which
+            the longest match wins. Checkpoints use it. Default: local names.
 
     Raises:
-        ConfigurationError: an argument is out of range, or this process is not in the group.
+        ConfigurationError: an argument is out of range, a key of `prefix` matches nothing or two names become one, or
+            this process is not in the group.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class PipelineStage:
         group: Any = None,
         dw_builder: Any = None,
         get_mesh: Callable[..., Any] | None = None,
+        prefix: Prefix | None = None,
     ) -> None:
         world = find_world(group)
         where = f"rank {world.rank}"
@@ -77,6 +83,11 @@ class PipelineStage:
             else:
                 if self.device.type == "meta":
                     problem = f"{where}, stage {stage_index}: a meta device computes nothing; give torch.device('cpu')"
+        if not problem:
+            try:
+                self.names = GlobalNames(submodule, prefix)
+            except ValueError as error:
+                problem = f"{where}, stage {stage_index}: {error}"
         if problem:
             refuse(world, problem)
             raise ConfigurationError(problem)
@@ -97,6 +108,12 @@ class PipelineStage:
     def is_last(self) -> bool:
         """Whether this stage's output goes to the loss."""
         return self.stage_index == self.num_stages - 1
+
+    def global_names(self) -> dict[str, str]:
+        """The global name of every parameter and buffer, by its local name, both without what wrappers add."""
+        module = self.submod
+        named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        return {local: self.names.of(local) for local in (self.names.local_of(name) for name, _ in named)}
 
     def __repr__(self) -> str:
         name = type(self.submod).__name__

@@ -34,6 +34,7 @@ LAYERS = [
     "pypipe.splitting",
     "pypipe.base_schedule",
     "pypipe.grad_scaler",
+    "pypipe.checkpoint",
     "pypipe.schedules",
     "pypipe.compat",
     "pypipe",

@@ -122,6 +122,9 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
+OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""Of an optimizer: its hooks around step(), which a copy of it must not call."""
+
 ATTRIBUTES = {
     # Of tensors, nodes and operations.
     "_schema": "of an operation: its name and which arguments it changes",

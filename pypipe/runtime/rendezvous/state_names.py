@@ -10,14 +10,16 @@ import base64
 import hashlib
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pypipe.errors import NameClashWarning
 
-__all__ = ["NameClash", "find_clash", "sketch"]
+__all__ = ["NameClash", "find_clash", "sketch", "without_wrappers"]
+
+Rename = Callable[[str], str]
 
 # Two stages with the same keys have the same smallest hashes, so a part of them will do. 48 bits each: among the stages
 # of a large pipeline (2^14 hashes) two different keys have one hash in common once in a million pipelines.
@@ -35,17 +37,18 @@ def _hash(key: str) -> str:
 _OF_COMPILE, _OF_CHECKPOINT = "_orig_mod", "_checkpoint_wrapped_module"
 
 
-def _keys(module: nn.Module) -> Iterable[str]:
-    """The module's keys, and what torch.distributed.checkpoint's own functions make of them."""
+def _keys(module: nn.Module, rename: Rename | None) -> Iterable[str]:
+    """The module's keys, and what torch.distributed.checkpoint's own functions make of them; or their global names."""
     try:
         keys = list(module.state_dict(keep_vars=True))  # with the module's own hooks, which may rename
     except Exception:  # a module may be trained that cannot be saved
         return []
     replicated = [name for name, part in module.named_modules() if isinstance(part, DistributedDataParallel)]
-    return dict.fromkeys([*keys, *(_without_wrappers(key, replicated) for key in keys)])
+    plain = [without_wrappers(key, replicated) for key in keys]
+    return dict.fromkeys([*keys, *plain] if rename is None else map(rename, plain))
 
 
-def _without_wrappers(key: str, replicated: Iterable[str]) -> str:
+def without_wrappers(key: str, replicated: Iterable[str]) -> str:
     """A key without the names that wrappers add.
 
     Args:
@@ -59,9 +62,14 @@ def _without_wrappers(key: str, replicated: Iterable[str]) -> str:
     return ".".join(part for part in key.split(".") if part not in (_OF_COMPILE, _OF_CHECKPOINT))
 
 
-def sketch(module: nn.Module) -> str:
-    """The smallest hashes of a stage's keys, in one string of at most 2 KiB."""
-    return "".join(sorted({_hash(key) for key in _keys(module)})[:_MOST])
+def sketch(module: nn.Module, rename: Rename | None = None) -> str:
+    """The smallest hashes of a stage's keys, in one string of at most 2 KiB.
+
+    Args:
+        module: the stage's.
+        rename: makes a global name of a local one, where the stage has a prefix.
+    """
+    return "".join(sorted({_hash(key) for key in _keys(module, rename)})[:_MOST])
 
 
 def _hashes(text: str) -> set[str]:
@@ -79,8 +87,9 @@ class NameClash:
     def __init__(self, key: str, mine: int, other: int) -> None:
         self.text = (
             f"stages {min(mine, other)} and {max(mine, other)} both have {key!r} in their state_dict(), and "
-            "torch.distributed.checkpoint keeps one tensor of a name: give each stage's keys a prefix, for example "
-            'f"stages.{stage_index}.", as pypipe\'s docs/checkpoints.md shows. To silence this: '
+            "torch.distributed.checkpoint keeps one tensor of a name: give each stage what the whole model calls it, "
+            'PipelineStage(..., prefix="layers.3"), and save pypipe.checkpoint.get_state(), as pypipe\'s '
+            "docs/checkpoints.md shows. To silence this: "
             'warnings.filterwarnings("ignore", category=pypipe.NameClashWarning)'
         )
 
@@ -115,19 +124,22 @@ class _WarnAtImport:
             warnings.warn(self._text, NameClashWarning, stacklevel=2)  # frames of the import system do not count
 
 
-def find_clash(held: Sequence[tuple[int, nn.Module]], sketches: Iterable[tuple[int, str]]) -> NameClash | None:
+def find_clash(
+    held: Sequence[tuple[int, nn.Module]], renames: Sequence[Rename | None], sketches: Iterable[tuple[int, str]]
+) -> NameClash | None:
     """A clash of one of this rank's stages.
 
     Args:
         held: this rank's stages: which piece of the model each is, and its module.
+        renames: for each of them, what makes global names, as for sketch().
         sketches: for every stage of all ranks, which piece it is, and its sketch. Two copies of a piece do not clash.
     """
     others = [(piece, _hashes(text)) for piece, text in sketches]
-    for mine, module in held:
-        known = _hashes(sketch(module))
+    for (mine, module), rename in zip(held, renames, strict=True):
+        known = _hashes(sketch(module, rename))
         shared = {piece: known & hashes for piece, hashes in others if piece != mine and known & hashes}
         for piece, hashes in sorted(shared.items()):
-            key = next((key for key in _keys(module) if _hash(key) in hashes), None)
+            key = next((key for key in _keys(module, rename) if _hash(key) in hashes), None)
             if key is not None:
                 return NameClash(key, mine, piece)
     return None

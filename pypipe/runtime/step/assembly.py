@@ -161,7 +161,7 @@ def assemble(settings: Settings, n_microbatches: int, others: Mapping[int, Fitte
         {},
         copies,
         ties,
-        find_clash(settings.pieces, _state_names(connection.configs)),
+        find_clash(settings.pieces, settings.renames, _state_names(connection.configs)),
         any(program.previous_stage(stage) is None for stage in held),
         any(program.next_stage(stage) is None for stage in held),
     )
@@ -193,7 +193,9 @@ def _config(
         scale_grads=settings.scale_grads,
         check=sorted(settings.checks),
         shapes="static" if settings.static else "dynamic",
-        state_names=[sketch(module) for _, module in settings.pieces],
+        state_names=[
+            sketch(module, rename) for (_, module), rename in zip(settings.pieces, settings.renames, strict=True)
+        ],
         data_parallel=[[bool(found), any(each.shards for each in found)] for found in wrappers],
         copies=[describe_parameters(*_trained(settings, piece, module)) for piece, module in settings.pieces]
         if copied

@@ -69,6 +69,11 @@ class Pipeline:
         return self._settings.world
 
     @property
+    def timeout(self) -> float:
+        """Seconds that any wait may take."""
+        return self._settings.timeout
+
+    @property
     def device(self) -> torch.device:
         """Where this rank's stages live."""
         return self._settings.device

@@ -38,6 +38,7 @@ class Settings:
         timeout: seconds that any wait may take.
         checks: those of runtime/checks.py that are wanted.
         static: whether layouts are promised to stay as they are in the first step and the first eval.
+        renames: for each of the pieces, what makes a global name of a local one, where it has a prefix.
         get_mesh: for each of the pieces, what gives it a mesh by the names of its dimensions, or None.
     """
 
@@ -54,6 +55,7 @@ class Settings:
     timeout: float
     checks: frozenset[str] = frozenset()
     static: bool = False
+    renames: Sequence[Callable[[str], str] | None] = ()
     get_mesh: Sequence[Callable[..., Any] | None] = ()
 
     @property

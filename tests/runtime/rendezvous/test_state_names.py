@@ -25,7 +25,7 @@ def test_a_clash_is_warned_of_once(ranks: RankPool, schedule: str, kind: str, ke
         assert second == []
         ((text, file),) = first
         assert text.startswith("stages 0 and 1 both have " + key)
-        assert 'f"stages.{stage_index}."' in text
+        assert "PipelineStage(..., prefix=" in text
         assert file.endswith("state_names_cases.py")  # the line that called step()
 
 
