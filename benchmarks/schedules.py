@@ -80,12 +80,15 @@ class Running:
         self.schedule = getattr(home, getattr(entry, package))(
             stages[0] if alone else stages, n_microbatches=m, loss_fn=first_element
         )
+        self.copies = len(program.chains)
         self.takes_input = any(program.previous_stage(number) is None for number in modules)
         self.takes_target = any(program.next_stage(number) is None for number in modules)
 
     def step(self, x: Tensor, y: Tensor) -> None:
         for module in self.modules.values():
             module.zero_grad()
+        if self.copies > 1:  # of which no one has the whole gradient of the batch: pypipe refuses it
+            x = x.detach()
         arguments = (x,) if self.takes_input else ()
         if self.takes_target:
             self.schedule.step(*arguments, target=y, losses=[], return_outputs=False)

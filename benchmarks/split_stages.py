@@ -42,7 +42,7 @@ class SplitSleepStage(nn.Module):
 
     def mean(self, part: str) -> float:
         """Seconds that a part took."""
-        return self.spent[part] / self.count[part]
+        return self.spent[part] / max(self.count[part], 1)
 
     def forward(self, x: Tensor) -> Tensor:
         through: Tensor = _Input.apply(x, self)
