@@ -120,6 +120,8 @@ def refused(rank: int, size: int, group: Any, case: str) -> str:
         "zero": {"n_microbatches": 0},
         "rowless": {"arg_mbs": [(x,), (x[:0],)], "target_mbs": [y, y[:0]]},
         "tensor": {"arg_mbs": x, "target_mbs": [y]},
+        "rows": {"arg_mbs": [(x[:4],), (x[4:],)], "target_mbs": [y[:3], y[3:]]},
+        "ragged": {"arg_mbs": [(x[:2],), (x[2:],)]} if rank == 0 else {"target": y, "n_microbatches": 2},
     }
     stage = pypipe.PipelineStage(modules[rank], rank, size, torch.device("cpu"), group=group)
     if case == "program":

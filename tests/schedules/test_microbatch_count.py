@@ -74,6 +74,8 @@ def test_ranks_that_disagree_in_eval_learn_it(ranks: RankPool) -> None:
         ("zero", "InputError", "n_microbatches is 0"),
         ("rowless", "InputError", "arg_mbs[1] has no rows"),
         ("tensor", "InputError", "arg_mbs is a Tensor: give a list with one entry for each microbatch"),
+        ("rows", "InputError", "target_mbs[0] has 3 rows, but microbatch 0 of the first stage has 4"),
+        ("ragged", "InputError", "microbatches of differing lengths (2 of 8 rows in microbatch 0)"),
         ("program", "ConfigurationError", "n_microbatches is 2, but the program 1f1b has 4"),
     ],
 )

@@ -173,6 +173,11 @@ class Batch:
         One whose length is a multiple of the batch's is cut in proportion, unless the arguments are cut along another
         dimension.
         """
+        if share.batch_rows and share.rows != sizes(share.batch_rows, self._n_microbatches)[microbatch]:
+            raise InputError(
+                f"the first stage was given microbatches of differing lengths ({share.rows} of {share.batch_rows} rows "
+                f"in microbatch {microbatch}), which a whole target cannot be cut like: give target_mbs= here"
+            )
         if self._target_pieces is None:
             self._target_pieces = self._target.pieces(
                 self._n_microbatches, batch_rows=share.batch_rows, scaled=True, others=self._others

@@ -107,7 +107,16 @@ class SplitBatch(Batch):
 
     def target(self, microbatch: int, share: Share) -> Any:
         """This microbatch's target."""
-        return self._split_targets[microbatch].whole() if self._split_targets else None
+        if not self._split_targets:
+            return None
+        tree = self._split_targets[microbatch]
+        rows = tree.rows()
+        if share.batch_rows and rows and rows % share.rows:
+            raise InputError(
+                f"{tree.name} has {rows} rows, but microbatch {microbatch} of the first stage has {share.rows}: give "
+                "each rank the same microbatches"
+            )
+        return tree.whole()
 
     def loss_kwargs(self, microbatch: int, share: Share) -> dict[str, Any]:
         """The keyword arguments of the loss function."""
