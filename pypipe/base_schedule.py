@@ -307,7 +307,7 @@ class Schedule:
 
         Raises:
             NonFiniteError: the norm is not finite, and `error_if_nonfinite`; gradients are untouched.
-            InputError: there has been no step, the norm is none, or a gradient is sparse.
+            InputError: there has been no step, `norm_type` is not a norm's, or a gradient is sparse.
             MismatchError: the ranks make different calls.
             PipelineTimeout: a rank did not make this call within `timeout`.
             PeerLost: a rank has ended, or closed its schedule.

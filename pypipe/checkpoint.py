@@ -13,12 +13,17 @@ from torch.optim import Optimizer
 from pypipe.base_schedule import Schedule, pipeline_of, stages_of
 from pypipe.errors import ConfigurationError
 from pypipe.runtime.rendezvous.agree import gather
-from pypipe.runtime.step.optimizer_state import agreed_options, flat_state, load_flat_state, wanted_keys
+from pypipe.runtime.step.optimizer_state import (
+    agreed_options,
+    flat_state,
+    load_flat_state,
+    require_fitting,
+    wanted_keys,
+)
 from pypipe.runtime.step.tied_parameters import TIE
 from pypipe.stage import PipelineStage
 
 __all__ = ["get_state", "set_state"]
-
 
 _SHOWN = 5
 
@@ -192,7 +197,7 @@ def set_state(
                     f"{layout.where}, stage {stage.stage_index}: {stage.names.of(local)!r} has shape "
                     f"{tuple(value.shape)}, but {tuple(given.shape)} in the state"
                 )
-    layout.agree(problem or _attempt(layout.where, lambda: agreed_options(layout.optimizers, layout.names, flat)))
+    layout.agree(problem or _attempt(layout.where, lambda: _require_loadable(layout, flat)))
     for stage, own in zip(layout.stages, layout.states, strict=True):
         mine = {local: model[stage.names.of(local)] for local in own if stage.names.of(local) in model}
         if mine:
@@ -201,6 +206,11 @@ def set_state(
     for key, part in (("scaler", scaler), ("lr_scheduler", lr_scheduler)):
         if part is not None and key in state:
             part.load_state_dict(copy.deepcopy(state[key]))
+
+
+def _require_loadable(layout: _Layout, flat: Mapping[str, Any]) -> None:
+    agreed_options(layout.optimizers, layout.names, flat)
+    require_fitting(layout.optimizers, layout.names, flat)
 
 
 def _attempt(where: str, work: Callable[[], object]) -> str:

@@ -187,6 +187,8 @@ def refused(rank: int, size: int, group: Any, case: str) -> str:
                 state["model"]["other.weight"] = torch.zeros(1)
             if case == "shape" and rank == 0:
                 state["model"]["layers.0.0.weight"] = torch.zeros(3, 3)
+            if case == "moment" and rank == 0:
+                state["optimizer"]["state.layers.0.0.weight.exp_avg"] = torch.zeros(3, 3)
             checkpoint.set_state(schedule, state, optimizer)
         except Exception as error:
             return f"{type(error).__name__}: {error}"

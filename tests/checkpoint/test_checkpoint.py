@@ -40,6 +40,7 @@ def test_a_checkpoint_of_step_0_is_the_beginning(ranks: RankPool, tmp_path: Path
         ("foreign", "rank 0: the optimizer holds what no stage of this rank has: parameter 0 of group 1"),
         ("missing", "rank 1, stage 1: the state misses 1 names: 'layers.1.0.weight'"),
         ("unexpected", "the state has 1 names that no stage has: 'other.weight'"),
+        ("moment", "rank 0: 'state.layers.0.0.weight.exp_avg' has shape (4, 4), but (3, 3) in the state"),
         ("shape", "rank 0, stage 0: 'layers.0.0.weight' has shape (4, 4), but (3, 3)"),
     ],
 )

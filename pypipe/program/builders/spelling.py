@@ -28,7 +28,7 @@ def spelled(name: str, known: Iterable[str]) -> str | None:
     """Find the registered name that is meant: case, hyphens, underscores, spaces and "Schedule" do not count.
 
     Args:
-        name: as somebody writes it, such as "ZB-V" or "Schedule1F1B".
+        name: in any spelling, such as "ZB-V" or "Schedule1F1B".
         known: the registered names.
 
     Returns:

@@ -65,7 +65,7 @@ class NodeKind:
 
     @property
     def function(self) -> bool:
-        """Whether it is none of torch's own operations."""
+        """Whether it is a function of the user's, not one of torch's operations."""
         return self.operation is None and not self.leaf
 
 

@@ -34,6 +34,8 @@ class GlobalNames:
         if prefix is not None and not isinstance(prefix, str | Mapping):
             raise ValueError(f"prefix={prefix!r}: it takes a string, or a mapping from local paths to global ones")
         mapping = {"": prefix} if isinstance(prefix, str) else dict(prefix or {})
+        if not all(isinstance(part, str) for pair in mapping.items() for part in pair):
+            raise ValueError(f"prefix={prefix!r}: a mapping takes local paths to global ones, both of them strings")
         self.is_given = prefix is not None
         self._mapping = {local.rstrip("."): path.rstrip(".") for local, path in mapping.items()}
         self._replicated = [name for name, part in module.named_modules() if isinstance(part, DistributedDataParallel)]

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from pypipe.runtime.torch_private import OPTIMIZER_HOOKS
 
-__all__ = ["agreed_options", "flat_state", "load_flat_state", "wanted_keys"]
+__all__ = ["agreed_options", "flat_state", "load_flat_state", "require_fitting", "wanted_keys"]
 
 
 def _first_state(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
@@ -104,6 +104,18 @@ def agreed_options(
             if found:
                 agreed.append((group, option, found[0][1]))
     return agreed
+
+
+def require_fitting(optimizers: Sequence[Optimizer], names: Mapping[Tensor, str], flat: Mapping[str, Any]) -> None:
+    """Requires that the states in `flat` have the shapes of these optimizers' own.
+
+    Raises:
+        ValueError: one has another shape.
+    """
+    for key, value in flat_state(optimizers, names).items():
+        given = flat.get(key)
+        if isinstance(value, Tensor) and isinstance(given, Tensor) and value.shape != given.shape:
+            raise ValueError(f"{key!r} has shape {tuple(value.shape)}, but {tuple(given.shape)} in the state")
 
 
 def _same(a: Any, b: Any) -> bool:
